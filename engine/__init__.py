@@ -1,0 +1,27 @@
+"""The codec: what of a KV cache is coded, and why. NumPy and Numba only."""
+
+if __name__ == "engine":
+    # `import engine` from a checkout must give the installed package's modules, not a second copy of their classes.
+    import importlib
+    import sys
+
+    importlib.import_module("seqkv.engine")
+    for _name, _module in list(sys.modules.items()):
+        if _name == "seqkv.engine" or _name.startswith("seqkv.engine."):
+            sys.modules[_name.removeprefix("seqkv.")] = _module
+
+from seqkv.engine.cache import KVCache, Rope
+from seqkv.engine.errors import CacheError, CalibrationError, ProbsError, ProfileError, SeqkvError, StreamError
+from seqkv.engine.probs import TokenProbs
+
+__all__ = [
+    "CacheError",
+    "CalibrationError",
+    "KVCache",
+    "ProbsError",
+    "ProfileError",
+    "Rope",
+    "SeqkvError",
+    "StreamError",
+    "TokenProbs",
+]

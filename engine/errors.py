@@ -1,0 +1,46 @@
+"""The errors that seqkv raises on purpose. Each message names what is wrong and where."""
+
+from __future__ import annotations
+
+
+class SeqkvError(Exception):
+    """Base of all errors below: catch it to catch every refusal of seqkv."""
+
+
+class CacheError(SeqkvError):
+    """A KV cache cannot be coded, or does not fit the model it was given with.
+
+    Shapes that disagree, an unsupported dtype, NaN or infinity, no tokens, or a kind of layer that is not understood.
+    The message names the layer, the side (keys or values) and the token. Check the forward pass that made the cache;
+    convert float64 arrays before; a cache with a layer kind that is refused must be stored some other way.
+    """
+
+
+class ProbsError(SeqkvError):
+    """Token ids or next-token probabilities are not what they claim to be.
+
+    Rows that do not sum to 1, negative or NaN entries, ids outside the vocabulary, lengths that disagree. Pass logits
+    to `TokenProbs.from_logits` and probabilities to `TokenProbs.from_probs`, or `TokenProbs.from_tokens` without any.
+    """
+
+
+class ProfileError(SeqkvError):
+    """A profile cannot be read, or is not the one that the stream or the cache needs.
+
+    Give the profile whose fingerprint the message names, or calibrate one for this model (`seqkv calibrate`).
+    """
+
+
+class StreamError(SeqkvError):
+    """A stream is truncated, altered, or written in a format version that this release does not know.
+
+    The message names the part that failed. Nothing of a damaged part is ever returned: fetch the stream again, or
+    recompute the cache; for an unknown version, use the release of seqkv that wrote it.
+    """
+
+
+class CalibrationError(SeqkvError):
+    """A profile cannot be fitted from what was given.
+
+    Too little text, or text too uniform for the number of coefficients. Give more, and more varied, text.
+    """
