@@ -118,7 +118,8 @@ class Container:
             raise StreamError(f"altered: {reader.left} bytes follow the last section")
         return cls(_header(text), table)
 
-    def keys(self) -> list[tuple[int, int]]:
+    @property
+    def sections(self) -> list[tuple[int, int]]:
         """(kind, index) of all sections, in stream order."""
         return list(self._table)
 

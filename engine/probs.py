@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +171,10 @@ class _TopK:
         return TokenProbs(self.ids, self.topk_ids, self.topk_probs, self.surprisal)
 
 
+def _shape(array: Any) -> tuple[int, ...]:
+    return tuple(array.shape) if hasattr(array, "shape") else np.shape(array)
+
+
 def _integers(array: Any, name: str) -> NDArray[Any]:
     out = to_numpy(array)[0]
     if out.dtype.kind not in "iu":
@@ -178,22 +183,23 @@ def _integers(array: Any, name: str) -> NDArray[Any]:
 
 
 def _token_ids(token_ids: Any) -> NDArray[np.int64]:
+    shape = _shape(token_ids)
+    if len(shape) != 1 or shape[0] == 0:
+        raise ProbsError(f"token_ids: expected one sequence of at least one token, got shape {shape}")
     ids = _integers(token_ids, "token_ids")
-    if ids.ndim != 1 or ids.size == 0:
-        raise ProbsError(f"token_ids: expected one sequence of at least one token, got shape {ids.shape}")
     if (ids < 0).any() or (ids >= 2**31).any():
         raise ProbsError("token_ids: ids must be between 0 and 2**31 - 1")
     return ids.astype(np.int64)
 
 
 def _matrix(array: Any, name: str) -> tuple[int, int]:
-    shape = tuple(array.shape) if hasattr(array, "shape") else np.shape(array)
+    shape = _shape(array)
     if len(shape) != 2 or shape[1] == 0:
         raise ProbsError(f"{name}: expected [tokens, vocab] of one sequence, got shape {shape}")
     return shape[0], shape[1]
 
 
-def _chunks(array: Any, rows: int, vocab: int) -> Any:
+def _chunks(array: Any, rows: int, vocab: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """(first row, float32 copy of some rows), together the first `rows` rows of `array`."""
     step = max(1, _CHUNK // vocab)
     for start in range(0, rows, step):
