@@ -15,6 +15,7 @@ rates) is an argument there, never a constant of the compiled code, so that no c
 
 from __future__ import annotations
 
+from numpy import int32
 from numba.extending import register_jitable
 
 CLASSES = 64
@@ -35,21 +36,21 @@ DECAY_SHIFT = 3  # a token's state loses 1/8 where a segment begins
 @register_jitable
 def scale_class(place: int) -> int:
     """Class of a place on the scale axis, given in subunits."""
-    return min(max(place >> (UNIT_BITS + SUBUNIT_BITS), 0), CLASSES - 1)
+    return min(max(int32(place) >> (UNIT_BITS + SUBUNIT_BITS), 0), CLASSES - 1)
 
 
 @register_jitable
 def in_subunits(units: int) -> int:
-    return units << SUBUNIT_BITS
+    return int32(units << SUBUNIT_BITS)
 
 
 @register_jitable
 def moved(state: int, score: int, rate: int) -> int:
     """A state after a score: one symbol's for a token, the sum over the lanes for a coefficient."""
-    return min(max(state + score * rate, -STATE_LIMIT), STATE_LIMIT)
+    return min(max(int32(state + score * rate), -STATE_LIMIT), STATE_LIMIT)
 
 
 @register_jitable
 def decayed(state: int, decay_shift: int) -> int:
     """A token's state at the start of each segment after the first."""
-    return state - (state >> decay_shift)
+    return int32(state - (state >> decay_shift))

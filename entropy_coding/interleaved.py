@@ -66,18 +66,20 @@ def _tokenise(symbols, tokens, has_escape):
     return escapes
 
 
-@njit(cache=True, nogil=True)
-def _classify_step(lanes, tokens, place, lane_offset, lane_state, entries, token_rate, score_rows):
+@njit(cache=True, nogil=True, forceinline=True)
+def _classify_step(lanes, block, at, place, lane_offset, lane_state, entries, k, scores, token_rate, score_rows):
     """One step of the encoder's forward pass: table entries of the lanes' tokens, token states. Returns sum of scores."""
-    total = np.int64(0)
     for lane in range(lanes):
-        state = np.int64(lane_state[lane])
-        entry = scale_class(np.int64(lane_offset[lane]) + state + place) << ROW_BITS | np.int64(tokens[lane])
-        entries[lane] = entry
-        score = np.int64(score_rows[entry])
-        lane_state[lane] = moved(state, score, token_rate)
-        total += score
-    return total
+        row = scale_class(np.int32(lane_offset[lane]) + np.int32(lane_state[lane]) + place) << ROW_BITS
+        entries[k + lane] = row | np.int32(block[at + lane])
+    for lane in range(lanes):
+        scores[lane] = score_rows[np.uintp(entries[k + lane])]
+    total = np.int32(0)
+    for lane in range(lanes):
+        score = np.int32(scores[lane])
+        lane_state[lane] = moved(np.int32(lane_state[lane]), score, token_rate)
+        total = np.int32(total + score)
+    return np.int64(total)
 
 
 @njit(cache=True, nogil=True)
@@ -88,7 +90,9 @@ def _classify(tokens, base, offset, segment_starts, rates, score_rows, entries):
     token_state = np.zeros(token_count, np.int32)
     coef_state = np.zeros(base.size, np.int32)
     lane_offset = np.zeros(LANES, np.int32)
-    block = np.zeros((BLOCK, LANES), np.uint8)
+    lane_state = np.zeros(LANES, np.int32)
+    scores = np.zeros(LANES, np.int32)
+    block = np.zeros(BLOCK * LANES, np.uint8)
     k = 0
     for segment in range(segment_starts.size - 1):
         if segment > 0:
@@ -98,30 +102,32 @@ def _classify(tokens, base, offset, segment_starts, rates, score_rows, entries):
             lanes = min(LANES, token_count - first)
             for lane in range(lanes):
                 lane_offset[lane] = in_subunits(np.int64(offset[first + lane, segment]))
-            lane_state = token_state[first : first + lanes]
+                lane_state[lane] = token_state[first + lane]
             for start in range(segment_starts[segment], segment_starts[segment + 1], BLOCK):
                 coefs = min(BLOCK, segment_starts[segment + 1] - start)
                 for lane in range(lanes):
                     for c in range(coefs):
-                        block[c, lane] = tokens[first + lane, start + c]
+                        block[c * LANES + lane] = tokens[first + lane, start + c]
                 for c in range(coefs):
                     j = start + c
-                    place = in_subunits(np.int64(base[j])) + np.int64(coef_state[j])
-                    args = (block[c], place, lane_offset, lane_state, entries[k : k + LANES], token_rate, score_rows)
+                    place = np.int32(in_subunits(np.int32(base[j])) + np.int32(coef_state[j]))
+                    args = (block, c * LANES, place, lane_offset, lane_state, entries, k, scores, token_rate, score_rows)
                     if lanes == LANES:
                         total = _classify_step(LANES, *args)
                     else:
                         total = _classify_step(lanes, *args)
                     coef_state[j] = moved(np.int64(coef_state[j]), total, coef_rate)
                     k += LANES
+            for lane in range(lanes):
+                token_state[first + lane] = lane_state[lane]
 
 
 @njit(cache=True, nogil=True)
-def _encode_raw(lanes, step_symbols, states, words, position):
+def _encode_raw(lanes, symbols, first, j, states, words, position):
     """Raw bits of a step, backwards; ``position`` is where the last word written lies. Returns the new position."""
     for shift in (RAW_PIECE, 0):
         for lane in range(lanes - 1, -1, -1):
-            value = np.int64(step_symbols[lane])
+            value = np.int64(symbols[first + lane, j])
             if abs(value) > LARGEST_PLAIN:
                 token, raw = escape_code(value)
                 bits = min(raw_bits(token) - shift, RAW_PIECE)
@@ -135,11 +141,11 @@ def _encode_raw(lanes, step_symbols, states, words, position):
     return position
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def _encode_step(lanes, entries, states, words, position, starts):
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def _encode_step(lanes, entries, k, states, words, position, starts):
     """Tokens of a step, backwards. Returns the new position."""
     for lane in range(lanes - 1, -1, -1):
-        entry = np.uintp(entries[lane])
+        entry = np.uintp(entries[k + lane])
         start = np.uint32(starts[entry])
         frequency = np.uint32(starts[entry + np.uintp(1)]) - start
         x = np.uint64(states[lane])
@@ -165,54 +171,58 @@ def _encode(symbols, entries, has_escape, segment_starts, starts, states, words)
             for j in range(segment_starts[segment + 1] - 1, segment_starts[segment] - 1, -1):
                 k -= LANES
                 if has_escape[row, j]:
-                    position = _encode_raw(lanes, symbols[first : first + lanes, j], states, words, position)
+                    position = _encode_raw(lanes, symbols, first, j, states, words, position)
                 if lanes == LANES:
-                    position = _encode_step(LANES, entries[k : k + LANES], states, words, position, starts)
+                    position = _encode_step(LANES, entries, k, states, words, position, starts)
                 else:
-                    position = _encode_step(lanes, entries[k : k + LANES], states, words, position, starts)
+                    position = _encode_step(lanes, entries, k, states, words, position, starts)
     return position
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, forceinline=True)
 def _decode_step(
-    lanes, place, lane_offset, lane_state, states, words, position, token_rate, starts, score_rows, entries, values
+    lanes, place, lane_offset, lane_state, states, words, position, token_rate, starts, buckets, score_rows, scratch, block, at
 ):
     """One step of the decoder but for raw bits. Returns (new position, sum of scores, whether a lane has raw bits)."""
-    total = np.int64(0)
-    largest = np.int64(0)
     for lane in range(lanes):
-        state = np.int64(lane_state[lane])
-        entry = scale_class(np.int64(lane_offset[lane]) + state + place) << ROW_BITS
+        scratch[lane] = scale_class(np.int32(lane_offset[lane]) + np.int32(lane_state[lane]) + place)
+    for lane in range(lanes):
         x = np.int64(states[lane])
         slot = x & (TOTAL - 1)
-        entry += np.int64(starts[entry + 32] <= slot) << 5
-        entry += np.int64(starts[entry + 16] <= slot) << 4
-        entry += np.int64(starts[entry + 8] <= slot) << 3
-        entry += np.int64(starts[entry + 4] <= slot) << 2
-        entry += np.int64(starts[entry + 2] <= slot) << 1
-        entry += np.int64(starts[entry + 1] <= slot)
-        start = np.int64(starts[entry])
-        x = (np.int64(starts[entry + 1]) - start) * (x >> PRECISION) + slot - start
-        word = np.int64(words[np.uintp(position)])
+        row = np.int64(np.uint32(scratch[lane]))
+        entry = row << ROW_BITS | np.int64(buckets[row << 7 | slot >> 8])
+        while np.int64(starts[np.uintp(entry + 1)]) <= slot:
+            entry += 1
+        start = np.int64(starts[np.uintp(entry)])
+        frequency = np.int64(starts[np.uintp(entry + 1)]) - start
+        states[lane] = frequency * (x >> PRECISION) + slot - start
+        scratch[lane] = entry & TOKEN_MASK
+        scratch[LANES + lane] = score_rows[np.uintp(entry)]
+    for lane in range(lanes):
+        x = np.int64(states[lane])
         low = x < LOWEST_STATE
+        word = np.int64(words[np.uintp(position)])
         position += low
         states[lane] = x << WORD_BITS | word if low else x
-        token = entry & TOKEN_MASK
+    total = np.int32(0)
+    largest = np.int32(0)
+    for lane in range(lanes):
+        token = np.int32(scratch[lane])
+        score = np.int32(scratch[LANES + lane])
         largest = max(largest, token)
-        score = np.int64(score_rows[entry])
-        lane_state[lane] = moved(state, score, token_rate)
-        total += score
-        values[lane] = plain_value(token)
-    return position, total, largest >= ESCAPE
+        lane_state[lane] = moved(np.int32(lane_state[lane]), score, token_rate)
+        total = np.int32(total + score)
+        block[at + lane] = plain_value(token)
+    return position, np.int64(total), largest >= ESCAPE
 
 
 @njit(cache=True, nogil=True)
-def _decode_raw(lanes, states, words, position, values):
+def _decode_raw(lanes, states, words, position, block, at):
     """Raw bits of a step. Returns the new position, or -1 if a value is beyond 32 bits."""
     raws = np.zeros(LANES, np.int64)
     for shift in (0, RAW_PIECE):
         for lane in range(lanes):
-            token = plain_token(np.int64(values[lane]))  # the step decoder wrote escapes as if they were plain
+            token = plain_token(np.int64(block[at + lane]))  # the step decoder wrote escapes as if they were plain
             bits = min(raw_bits(token) - shift, RAW_PIECE) if token >= ESCAPE else 0
             if bits > 0:
                 x = np.int64(states[lane])
@@ -223,17 +233,17 @@ def _decode_raw(lanes, states, words, position, values):
                     position += 1
                 states[lane] = x
     for lane in range(lanes):
-        token = plain_token(np.int64(values[lane]))
+        token = plain_token(np.int64(block[at + lane]))
         if token >= ESCAPE:
             value = escape_value(token, raws[lane])
             if abs(value) > LARGEST_VALUE:
                 return -1
-            values[lane] = value
+            block[at + lane] = value
     return position
 
 
 @njit(cache=True, nogil=True)
-def _decode(states, words, word_count, base, offset, segment_starts, rates, starts, score_rows, symbols):
+def _decode(states, words, word_count, base, offset, segment_starts, rates, starts, buckets, score_rows, symbols):
     """Fills symbols [tokens, coefs] from words, which has MOST_WORDS_A_STEP spare ones behind word_count. Returns
     the number of words read, or -1 if the group is damaged."""
     token_rate, coef_rate, decay_shift = rates
@@ -241,8 +251,9 @@ def _decode(states, words, word_count, base, offset, segment_starts, rates, star
     token_state = np.zeros(token_count, np.int32)
     coef_state = np.zeros(base.size, np.int32)
     lane_offset = np.zeros(LANES, np.int32)
-    entries = np.zeros(LANES, np.int32)
-    block = np.zeros((BLOCK, LANES), np.int32)
+    lane_state = np.zeros(LANES, np.int32)
+    scratch = np.zeros(2 * LANES, np.int32)
+    block = np.zeros(BLOCK * LANES, np.int32)
     position = 0
     for segment in range(segment_starts.size - 1):
         if segment > 0:
@@ -252,28 +263,30 @@ def _decode(states, words, word_count, base, offset, segment_starts, rates, star
             lanes = min(LANES, token_count - first)
             for lane in range(lanes):
                 lane_offset[lane] = in_subunits(np.int64(offset[first + lane, segment]))
-            lane_state = token_state[first : first + lanes]
+                lane_state[lane] = token_state[first + lane]
             for start in range(segment_starts[segment], segment_starts[segment + 1], BLOCK):
                 coefs = min(BLOCK, segment_starts[segment + 1] - start)
                 for c in range(coefs):
                     j = start + c
-                    place = in_subunits(np.int64(base[j])) + np.int64(coef_state[j])
+                    place = np.int32(in_subunits(np.int32(base[j])) + np.int32(coef_state[j]))
                     args = (
-                        place, lane_offset, lane_state, states, words, position, token_rate, starts, score_rows,
-                        entries, block[c],
+                        place, lane_offset, lane_state, states, words, position, token_rate, starts, buckets,
+                        score_rows, scratch, block, c * LANES,
                     )
                     if lanes == LANES:
                         position, total, has_escape = _decode_step(LANES, *args)
                     else:
                         position, total, has_escape = _decode_step(lanes, *args)
                     if has_escape:
-                        position = _decode_raw(lanes, states, words, position, block[c])
+                        position = _decode_raw(lanes, states, words, position, block, c * LANES)
                     if position < 0 or position > word_count:
                         return -1
                     coef_state[j] = moved(np.int64(coef_state[j]), total, coef_rate)
                 for lane in range(lanes):
                     for c in range(coefs):
-                        symbols[first + lane, start + c] = block[c, lane]
+                        symbols[first + lane, start + c] = block[c * LANES + lane]
+            for lane in range(lanes):
+                token_state[first + lane] = lane_state[lane]
     return position
 
 
@@ -352,7 +365,7 @@ def decode_group(
     symbols = np.empty((tokens, segment_starts[wanted]), np.int32)
     used = _decode(
         states, words, word_count, base, offset, segment_starts[: wanted + 1], _rates(), tables.STARTS,
-        tables.SCORE_ROWS, symbols,
+        tables.BUCKET_TOKENS, tables.SCORE_ROWS, symbols,
     )
     if used < 0:
         raise CorruptGroup("the group ends before its last symbol, or holds a symbol beyond 32 bits")

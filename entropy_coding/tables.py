@@ -39,6 +39,15 @@ _ENDS = np.cumsum(FREQUENCIES, axis=1, dtype=np.int64)
 STARTS: npt.NDArray[np.int32] = _padded(_ENDS - FREQUENCIES, np.int32, TOTAL)
 """First slot of each token, int32 [CLASSES * ROW]; the entry after the last token, and all beyond it, are TOTAL."""
 
+BUCKETS = 128
+"""A class's slots are searched from the token that holds the first slot of one of BUCKETS equal parts."""
+
+_FIRST_SLOTS = np.arange(BUCKETS) * (TOTAL // BUCKETS)
+BUCKET_TOKENS: npt.NDArray[np.uint8] = _frozen(
+    np.stack([np.searchsorted(row, _FIRST_SLOTS, side="right") for row in _ENDS]).astype(np.uint8).reshape(-1)
+)
+"""Token that holds the first slot of each part, uint8 [CLASSES * BUCKETS]."""
+
 SCORE_ROWS: npt.NDArray[np.int32] = _padded(SCORES, np.int32)
 """SCORES, int32 [CLASSES * ROW]."""
 
