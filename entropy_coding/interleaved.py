@@ -41,6 +41,9 @@ MOST_WORDS_A_STEP = 3 * LANES  # one for the token, one for each of two raw piec
 BLOCK = 16  # coefficients transposed at a time: a cache line of int32
 ROW_BITS = 6  # of a table's row
 TOKEN_MASK = tables.ROW - 1
+# Unsigned indices: a signed one may count from the end in Python, and the check for it keeps loops from being vectorised.
+ONE = np.uintp(1)
+FULL = np.uintp(LANES)
 
 
 @njit(cache=True, nogil=True)
@@ -99,34 +102,34 @@ def _classify(tokens, base, offset, segment_starts, rates, score_rows, entries):
             for t in range(token_count):
                 token_state[t] = decayed(np.int64(token_state[t]), decay_shift)
         for first in range(0, token_count, LANES):
-            lanes = min(LANES, token_count - first)
+            lanes = np.uintp(min(LANES, token_count - first))
             for lane in range(lanes):
-                lane_offset[lane] = in_subunits(np.int64(offset[first + lane, segment]))
-                lane_state[lane] = token_state[first + lane]
+                lane_offset[lane] = in_subunits(np.int64(offset[np.uintp(first) + lane, segment]))
+                lane_state[lane] = token_state[np.uintp(first) + lane]
             for start in range(segment_starts[segment], segment_starts[segment + 1], BLOCK):
                 coefs = min(BLOCK, segment_starts[segment + 1] - start)
                 for lane in range(lanes):
                     for c in range(coefs):
-                        block[c * LANES + lane] = tokens[first + lane, start + c]
+                        block[np.uintp(c * LANES) + lane] = tokens[np.uintp(first) + lane, np.uintp(start + c)]
                 for c in range(coefs):
                     j = start + c
                     place = np.int32(in_subunits(np.int32(base[j])) + np.int32(coef_state[j]))
-                    args = (block, c * LANES, place, lane_offset, lane_state, entries, k, scores, token_rate, score_rows)
-                    if lanes == LANES:
-                        total = _classify_step(LANES, *args)
+                    args = (block, np.uintp(c * LANES), place, lane_offset, lane_state, entries, np.uintp(k), scores, token_rate, score_rows)
+                    if lanes == FULL:
+                        total = _classify_step(FULL, *args)
                     else:
                         total = _classify_step(lanes, *args)
                     coef_state[j] = moved(np.int64(coef_state[j]), total, coef_rate)
                     k += LANES
             for lane in range(lanes):
-                token_state[first + lane] = lane_state[lane]
+                token_state[np.uintp(first) + lane] = lane_state[lane]
 
 
 @njit(cache=True, nogil=True)
 def _encode_raw(lanes, symbols, first, j, states, words, position):
     """Raw bits of a step, backwards; ``position`` is where the last word written lies. Returns the new position."""
     for shift in (RAW_PIECE, 0):
-        for lane in range(lanes - 1, -1, -1):
+        for lane in range(np.int64(lanes) - 1, -1, -1):
             value = np.int64(symbols[first + lane, j])
             if abs(value) > LARGEST_PLAIN:
                 token, raw = escape_code(value)
@@ -144,10 +147,11 @@ def _encode_raw(lanes, symbols, first, j, states, words, position):
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
 def _encode_step(lanes, entries, k, states, words, position, starts):
     """Tokens of a step, backwards. Returns the new position."""
-    for lane in range(lanes - 1, -1, -1):
+    for last in range(lanes):
+        lane = lanes - ONE - last
         entry = np.uintp(entries[k + lane])
         start = np.uint32(starts[entry])
-        frequency = np.uint32(starts[entry + np.uintp(1)]) - start
+        frequency = np.uint32(starts[entry + ONE]) - start
         x = np.uint64(states[lane])
         full = x >= np.uint64(frequency) << np.uint64(32 - PRECISION)
         words[np.uintp(position - 1)] = np.uint16(x)
@@ -167,15 +171,15 @@ def _encode(symbols, entries, has_escape, segment_starts, starts, states, words)
     for segment in range(segment_starts.size - 2, -1, -1):
         for row in range((token_count + LANES - 1) // LANES - 1, -1, -1):
             first = row * LANES
-            lanes = min(LANES, token_count - first)
+            lanes = np.uintp(min(LANES, token_count - first))
             for j in range(segment_starts[segment + 1] - 1, segment_starts[segment] - 1, -1):
                 k -= LANES
                 if has_escape[row, j]:
                     position = _encode_raw(lanes, symbols, first, j, states, words, position)
-                if lanes == LANES:
-                    position = _encode_step(LANES, entries, k, states, words, position, starts)
+                if lanes == FULL:
+                    position = _encode_step(FULL, entries, np.uintp(k), states, words, position, starts)
                 else:
-                    position = _encode_step(lanes, entries, k, states, words, position, starts)
+                    position = _encode_step(lanes, entries, np.uintp(k), states, words, position, starts)
     return position
 
 
@@ -189,15 +193,15 @@ def _decode_step(
     for lane in range(lanes):
         x = np.int64(states[lane])
         slot = x & (TOTAL - 1)
-        row = np.int64(np.uint32(scratch[lane]))
-        entry = row << ROW_BITS | np.int64(buckets[row << 7 | slot >> 8])
-        while np.int64(starts[np.uintp(entry + 1)]) <= slot:
-            entry += 1
-        start = np.int64(starts[np.uintp(entry)])
-        frequency = np.int64(starts[np.uintp(entry + 1)]) - start
+        row = np.int64(scratch[lane])
+        entry = np.uintp(row << ROW_BITS | np.int64(buckets[np.uintp(row << 7 | slot >> 8)]))
+        while np.int64(starts[entry + ONE]) <= slot:
+            entry += ONE
+        start = np.int64(starts[entry])
+        frequency = np.int64(starts[entry + ONE]) - start
         states[lane] = frequency * (x >> PRECISION) + slot - start
-        scratch[lane] = entry & TOKEN_MASK
-        scratch[LANES + lane] = score_rows[np.uintp(entry)]
+        scratch[lane] = np.int64(entry) & TOKEN_MASK
+        scratch[FULL + lane] = score_rows[entry]
     for lane in range(lanes):
         x = np.int64(states[lane])
         low = x < LOWEST_STATE
@@ -208,7 +212,7 @@ def _decode_step(
     largest = np.int32(0)
     for lane in range(lanes):
         token = np.int32(scratch[lane])
-        score = np.int32(scratch[LANES + lane])
+        score = np.int32(scratch[FULL + lane])
         largest = max(largest, token)
         lane_state[lane] = moved(np.int32(lane_state[lane]), score, token_rate)
         total = np.int32(total + score)
@@ -260,10 +264,10 @@ def _decode(states, words, word_count, base, offset, segment_starts, rates, star
             for t in range(token_count):
                 token_state[t] = decayed(np.int64(token_state[t]), decay_shift)
         for first in range(0, token_count, LANES):
-            lanes = min(LANES, token_count - first)
+            lanes = np.uintp(min(LANES, token_count - first))
             for lane in range(lanes):
-                lane_offset[lane] = in_subunits(np.int64(offset[first + lane, segment]))
-                lane_state[lane] = token_state[first + lane]
+                lane_offset[lane] = in_subunits(np.int64(offset[np.uintp(first) + lane, segment]))
+                lane_state[lane] = token_state[np.uintp(first) + lane]
             for start in range(segment_starts[segment], segment_starts[segment + 1], BLOCK):
                 coefs = min(BLOCK, segment_starts[segment + 1] - start)
                 for c in range(coefs):
@@ -271,10 +275,10 @@ def _decode(states, words, word_count, base, offset, segment_starts, rates, star
                     place = np.int32(in_subunits(np.int32(base[j])) + np.int32(coef_state[j]))
                     args = (
                         place, lane_offset, lane_state, states, words, position, token_rate, starts, buckets,
-                        score_rows, scratch, block, c * LANES,
+                        score_rows, scratch, block, np.uintp(c * LANES),
                     )
-                    if lanes == LANES:
-                        position, total, has_escape = _decode_step(LANES, *args)
+                    if lanes == FULL:
+                        position, total, has_escape = _decode_step(FULL, *args)
                     else:
                         position, total, has_escape = _decode_step(lanes, *args)
                     if has_escape:
@@ -284,9 +288,9 @@ def _decode(states, words, word_count, base, offset, segment_starts, rates, star
                     coef_state[j] = moved(np.int64(coef_state[j]), total, coef_rate)
                 for lane in range(lanes):
                     for c in range(coefs):
-                        symbols[first + lane, start + c] = block[c * LANES + lane]
+                        symbols[np.uintp(first) + lane, np.uintp(start + c)] = block[np.uintp(c * LANES) + lane]
             for lane in range(lanes):
-                token_state[first + lane] = lane_state[lane]
+                token_state[np.uintp(first) + lane] = lane_state[lane]
     return position
 
 
