@@ -47,14 +47,21 @@ def raw_bits(token: int) -> int:
 
 
 @register_jitable
-def escape_code(value: int) -> tuple[int, int]:
-    """Token and raw bits of a value with abs(value) > LARGEST_PLAIN."""
+def escape_token(value: int) -> int:
+    """Token of a value with abs(value) > LARGEST_PLAIN."""
     excess = abs(value) - LARGEST_PLAIN
     exponent = 0
     while excess >> (exponent + 1):
         exponent += 1
+    return ESCAPE + exponent
+
+
+@register_jitable
+def escape_raw(token: int, value: int) -> int:
+    """Raw bits of a value whose token is an escape."""
+    exponent = token - ESCAPE
     sign = 1 if value < 0 else 0
-    return ESCAPE + exponent, (sign << exponent) | (excess - (1 << exponent))
+    return (sign << exponent) | (abs(value) - LARGEST_PLAIN - (1 << exponent))
 
 
 @register_jitable

@@ -4,19 +4,20 @@ A class stands for a scale of the residual, CLASSES_PER_OCTAVE classes an octave
 
     base[coefficient] + offset[token, segment] + token state + coefficient state
 
-``base`` and ``offset`` are sent (or known from calibration), in UNITS a class. The two states start at 0 and follow the
-decoded symbols: after each symbol both move along the score, the derivative of its log likelihood by log2(scale), as in
-stochastic gradient ascent. States are kept in SUBUNITS of a unit, so that steps much smaller than a unit are not lost to
-rounding. Everything is an integer: two machines always agree.
+``base`` and ``offset`` are sent (or known from calibration), UNITS = 64 of them a class. The two states start at 0 and
+follow the decoded symbols: after each symbol both move along the score, the derivative of its log likelihood by
+log2(scale), as in stochastic gradient ascent. States are kept in subunits, 2^SUBUNIT_BITS = 256 of a unit, so that
+steps much smaller than a unit are not lost to rounding, which would be a drift. Everything is an integer of at most 32
+bits: two machines always agree.
 
-The functions are plain Python on integers; Numba compiles the same text into the fast coder. What may be tuned (the
-rates) is an argument there, never a constant of the compiled code, so that no compilation cache can be stale.
+The functions are plain Python on integers; Numba compiles the same text into the fast coder. int32 says where a result
+is cut to the width that the fast coders compute in; nothing ever exceeds it.
 """
 
 from __future__ import annotations
 
-from numpy import int32
 from numba.extending import register_jitable
+from numpy import int32
 
 CLASSES = 64
 CLASSES_PER_OCTAVE = 4

@@ -1,4 +1,6 @@
-"""Generates ``tables.npz``, the integer tables that encoder and decoder share: ``python -m seqkv.entropy_coding.make_tables``.
+"""Generates ``tables.npz``, the integer tables that encoder and decoder share.
+
+    python -m seqkv.entropy_coding.make_tables
 
 Floating point is used here and nowhere else: what is shipped is integers, because two machines may round a logarithm
 differently but must agree on every table entry. Run it only to change the family of distributions, which changes the
@@ -18,7 +20,7 @@ from seqkv.entropy_coding.alphabet import ESCAPE, LARGEST_PLAIN, TOKENS, TOTAL
 from seqkv.entropy_coding.contexts import CLASSES, CLASSES_PER_OCTAVE, LOWEST_OCTAVE, SCORE_UNIT
 
 Tail = Callable[[float, float], float]
-"""``tail(x, scale)``: probability that ``|X| > x``, for x >= 0, of a symmetric density whose mean ``|X|`` is ``scale``."""
+"""``tail(x, scale)``: probability that ``|X| > x``, x >= 0, for a symmetric density whose mean ``|X|`` is ``scale``."""
 
 GAUSSIAN_SHARE = 0.25
 LARGEST_SCORE = 8 * SCORE_UNIT

@@ -1,4 +1,4 @@
-"""The definition of the coder, in plain Python: read this, run :mod:`seqkv.entropy_coding.interleaved`.
+"""The definition of the coder, in plain Python: read this, run :mod:`seqkv.entropy_coding.group`.
 
 A *group* is an integer matrix [tokens, coefs]; its coefficients are cut into consecutive *segments*. It is coded by
 LANES = 32 interleaved range asymmetric-numeral-system coders (rANS, Duda, arXiv 1311.2540) that share one array of
@@ -86,7 +86,7 @@ def raw_pieces(symbol: int) -> Iterator[tuple[int, int]]:
 
 
 def encode_group(symbols: Matrix, base: Sequence[int], offset: Matrix, segment_starts: Sequence[int]) -> bytes:
-    """Bytes of symbols [tokens, coefs], given base [coefs], offset [tokens, segments], segment_starts [segments + 1]."""
+    """Bytes of symbols [tokens, coefs]; base [coefs], offset [tokens, segments], segment_starts [segments + 1]."""
     context = Contexts(len(symbols), base, offset)
     coded: list[tuple[int, int, int, int]] = []  # in the decoder's order: lane, start, frequency, bits
     for row, coef in steps(len(symbols), segment_starts, context):
@@ -94,8 +94,8 @@ def encode_group(symbols: Matrix, base: Sequence[int], offset: Matrix, segment_s
         for lane, token in enumerate(row):
             value = int(symbols[token][coef])
             large = abs(value) > alphabet.LARGEST_PLAIN
-            symbol, raw = alphabet.escape_code(value) if large else (alphabet.plain_token(value), 0)
-            codes.append((symbol, raw))
+            symbol = alphabet.escape_token(value) if large else alphabet.plain_token(value)
+            codes.append((symbol, alphabet.escape_raw(symbol, value) if large else 0))
             scale_class = context.scale_class(token, coef)
             scores.append(int(tables.SCORES[scale_class, symbol]))
             coded.append((lane, *token_range(scale_class, symbol), alphabet.PRECISION))
