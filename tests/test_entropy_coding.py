@@ -159,6 +159,28 @@ def test_truncated_groups_are_corrupt(group, data):
         decode_group(encoded[:length], symbols.shape[0], *context)
 
 
+def test_first_segments_of_a_truncated_group_are_whole_or_corrupt():
+    symbols, *context = realistic_group(tokens=64, coefs=40, segments=2, mean_class=26)
+    encoded = encode_group(symbols, *context)
+    whole = 0
+    for length in range(STATE_BYTES, len(encoded), 2):
+        try:
+            decoded = decode_group(encoded[:length], 64, *context, segments=1)
+        except CorruptGroup:
+            assert not whole
+        else:
+            np.testing.assert_array_equal(decoded, symbols[:, :20])
+            whole += 1
+    assert 0 < whole < (len(encoded) - STATE_BYTES) // 2
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31), 2**31 + 11])
+def test_symbols_beyond_32_bits_are_corrupt(value):
+    context = ([64 * 40], [[0]], [0, 1])
+    with pytest.raises(CorruptGroup):
+        decode_group(reference.encode_group([[value]], *context), 1, *context)
+
+
 @settings(max_examples=100, deadline=None)
 @given(groups(), st.binary(min_size=1, max_size=40))
 def test_groups_with_more_bytes_are_corrupt(group, more):
