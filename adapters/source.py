@@ -1,0 +1,145 @@
+"""What calibration and evaluation ask of a model: its caches, its predictions, and how these depend on the cache."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from seqkv.adapters import huggingface as hf
+from seqkv.engine import KVCache, Rope, TokenProbs
+
+_FORM = (  # what of a configuration tells models of equal weights apart
+    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"),
+)
+_SAMPLE = 64  # values that the fingerprint takes of each parameter
+_ROWS = 64  # rows of [tokens, vocab] that are worked on at a time
+
+
+class ModelSource:
+    """A transformers model as `engine.calibrate` sees it.
+
+    model, tokenizer: as `huggingface.load_model` gives them: eval mode, parameters without gradient.
+    context: tokens whose cache is observed.
+    continuation: tokens after these, from whose predictions the cache's worth is measured.
+
+    Attributes:
+        layers: number of layers.
+        rope: a list with a Rope or None for each layer.
+        vocab: rows of the embedding table.
+
+    Token ids are NumPy or torch vectors of integers. CacheError if the model keeps a kind of cache that is not
+    understood.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, context: int = 1024, continuation: int = 512) -> None:
+        self.model, self.tokenizer, self.context, self.continuation = model, tokenizer, context, continuation
+        self._cache_kwarg = hf.cache_kwarg(model)
+        with torch.inference_mode():
+            probe = hf.to_kv(self._forward([0], use_cache=True)[self._cache_kwarg], model)
+        self.layers: int = probe.layers
+        self.rope: list[Rope | None] = probe.rope
+        self.vocab: int = model.get_input_embeddings().weight.shape[0]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits, the same for the same model in every process, on every device and in every dtype.
+
+        xxh3_128 of the shape of the model and of a few values of each parameter, rounded to bfloat16.
+        """
+        config = self.model.config.get_text_config(decoder=True).to_dict()
+        form = {name: config[name] for name in _FORM if config.get(name) is not None}
+        state = xxhash.xxh3_128(json.dumps(form, sort_keys=True, default=str).encode())
+        for parameter in self.model.parameters():
+            flat = parameter.detach().reshape(-1)
+            values = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].float().bfloat16().view(torch.int16)
+            state.update(json.dumps([list(parameter.shape), values.tolist()]).encode())
+        return state.hexdigest()
+
+    def embedding(self) -> NDArray[np.float32]:
+        """The embedding table, [vocab, width] float32: the model's own memory if it is float32 on the CPU."""
+        return self.model.get_input_embeddings().weight.detach().float().cpu().numpy()
+
+    def tokenize(self, text: str) -> NDArray[np.int64]:
+        """The token ids of a text, [tokens], without special tokens."""
+        return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
+
+    def prefill(self, ids: Any) -> tuple[KVCache, TokenProbs, NDArray[np.float32]]:
+        """The cache of the first `context` ids, what the model expected of them, and attention received.
+
+        The last is [layers, tokens] float32, see `huggingface.AttentionObserver.importance`.
+        """
+        ids = ids[: self.context]
+        with torch.inference_mode(), hf.observe_attention(self.model) as attention:
+            out = self._forward(ids, use_cache=True)
+            probs = TokenProbs.from_logits(out.logits[0], ids)
+        return hf.to_kv(out[self._cache_kwarg], self.model), probs, attention.importance()
+
+    def fisher(self, ids: Any, kv: KVCache) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
+        """A sample of how the predictions of the continuation depend on the cache of the tokens before.
+
+        ids: the tokens of the cache, then the continuation, of which at most `continuation` count.
+
+        Gradients of sum_i log p(y_i), y_i drawn from the model's own prediction at place i of the continuation, with
+        respect to the keys before rotation and the values: for each layer [kv_heads, tokens, head_dim]. The mean of
+        their outer products over many texts is the Fisher information of the cache. The draw depends on ids alone.
+        """
+        cache = hf.to_cache(kv, self.model)
+        sides = [[layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]]
+        leaves = [tensor.requires_grad_(True) for side in sides for tensor in side]
+        logits = self._continue(ids, kv, cache)
+        direction = torch.empty_like(logits)  # the gradient of log p(y) with respect to the logits: 1[y] - p
+        generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(np.asarray(ids, "<i8").tobytes()) >> 1)
+        for start in range(0, len(logits), _ROWS):
+            probs = torch.softmax(logits.detach()[start : start + _ROWS].float(), -1)
+            reached = probs.cumsum(-1)
+            drawn = torch.rand((len(probs), 1), generator=generator).to(probs.device) * reached[:, -1:]
+            y = torch.searchsorted(reached, drawn).clamp_(max=probs.shape[1] - 1)
+            direction[start : start + _ROWS] = probs.neg_().scatter_add_(1, y, torch.ones_like(drawn))
+        gradients = [g[0].float().cpu().numpy() for g in torch.autograd.grad(logits, leaves, direction)]
+        keys = [
+            g if rope is None else rope.undo(g, kv.positions) * np.float32(rope.scaling**2)  # the transposed rotation
+            for g, rope in zip(gradients[: kv.layers], kv.rope, strict=True)
+        ]
+        return keys, gradients[kv.layers :]
+
+    def logprobs(self, ids: Any, kv: KVCache) -> torch.Tensor:
+        """log p of every token at every place of the continuation, [continuation, vocab] float32, nats.
+
+        ids: as in `fisher`. kv: the cache to continue from, which stands for the first kv.tokens ids.
+        """
+        with torch.inference_mode():
+            return torch.log_softmax(self._continue(ids, kv, hf.to_cache(kv, self.model)).float(), -1)
+
+    def divergence(self, ids: Any, kv: KVCache, reference: torch.Tensor) -> tuple[float, float]:
+        """KL(reference || predictions from `kv`), nats, and how often both hold the same token for most probable.
+
+        Means over the continuation. reference: what `logprobs` gave for the same ids and the true cache.
+        """
+        with torch.inference_mode():
+            logits = self._continue(ids, kv, hf.to_cache(kv, self.model))
+            kl = same = 0.0
+            for start in range(0, len(logits), _ROWS):
+                true, other = reference[start : start + _ROWS], logits[start : start + _ROWS].float()
+                kl += torch.nn.functional.kl_div(
+                    torch.log_softmax(other, -1), true, reduction="sum", log_target=True
+                ).item()
+                same += (true.argmax(-1) == other.argmax(-1)).sum().item()
+        return kl / len(logits), same / len(logits)
+
+    def _continue(self, ids: Any, kv: KVCache, cache: Any) -> torch.Tensor:
+        """The logits of the continuation, [continuation, vocab]."""
+        ids = ids[kv.tokens : kv.tokens + self.continuation]
+        if len(ids) == 0:
+            raise ValueError(f"no ids follow the {kv.tokens} tokens of the cache")
+        return self._forward(ids, **{self._cache_kwarg: cache}).logits[0]
+
+    def _forward(self, ids: Any, **kwargs: Any) -> Any:
+        return self.model(torch.as_tensor(ids, device=self.model.device)[None], **kwargs)
