@@ -40,13 +40,14 @@ class ModelSource:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, context: int = 1024, continuation: int = 512) -> None:
-        self.model, self.tokenizer, self.context, self.continuation = model, tokenizer, context, continuation
+        self.model: Any = model  # transformers' own types promise less than its models keep
+        self.tokenizer, self.context, self.continuation = tokenizer, context, continuation
         self._cache_kwarg = hf.cache_kwarg(model)
         with torch.inference_mode():
             probe = hf.to_kv(self._forward([0], use_cache=True)[self._cache_kwarg], model)
         self.layers: int = probe.layers
         self.rope: list[Rope | None] = probe.rope
-        self.vocab: int = model.get_input_embeddings().weight.shape[0]
+        self.vocab: int = self.embedding().shape[0]
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -91,7 +92,7 @@ class ModelSource:
         respect to the keys before rotation and the values: for each layer [kv_heads, tokens, head_dim]. The mean of
         their outer products over many texts is the Fisher information of the cache. The draw depends on ids alone.
         """
-        cache = hf.to_cache(kv, self.model)
+        cache: Any = hf.to_cache(kv, self.model)
         sides = [[layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]]
         leaves = [tensor.requires_grad_(True) for side in sides for tensor in side]
         logits = self._continue(ids, kv, cache)
@@ -99,10 +100,8 @@ class ModelSource:
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(np.asarray(ids, "<i8").tobytes()) >> 1)
         for start in range(0, len(logits), _ROWS):
             probs = torch.softmax(logits.detach()[start : start + _ROWS].float(), -1)
-            reached = probs.cumsum(-1)
-            drawn = torch.rand((len(probs), 1), generator=generator).to(probs.device) * reached[:, -1:]
-            y = torch.searchsorted(reached, drawn).clamp_(max=probs.shape[1] - 1)
-            direction[start : start + _ROWS] = probs.neg_().scatter_add_(1, y, torch.ones_like(drawn))
+            y = _draw(probs, generator)
+            direction[start : start + _ROWS] = probs.neg_().scatter_add_(1, y, torch.ones_like(probs[:, :1]))
         gradients = [g[0].float().cpu().numpy() for g in torch.autograd.grad(logits, leaves, direction)]
         keys = [
             g if rope is None else rope.undo(g, kv.positions) * np.float32(rope.scaling**2)  # the transposed rotation
@@ -143,3 +142,10 @@ class ModelSource:
 
     def _forward(self, ids: Any, **kwargs: Any) -> Any:
         return self.model(torch.as_tensor(ids, device=self.model.device)[None], **kwargs)
+
+
+def _draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A token for each row of probs [rows, vocab], as [rows, 1]. torch.multinomial takes vocab random numbers a row."""
+    reached = probs.cumsum(-1)
+    drawn = torch.rand((len(probs), 1), generator=generator).to(probs) * reached[:, -1:]
+    return torch.searchsorted(reached, drawn, right=True).clamp_(max=probs.shape[1] - 1)

@@ -53,7 +53,8 @@ def split(text: str, size: int = _EXCERPT) -> list[str]:
     text = text.strip("\n")
     if _SEPARATOR in text:
         return text.split(_SEPARATOR)
-    pieces, start = [], 0
+    pieces: list[str] = []
+    start = 0
     for line in text.splitlines(keepends=True):
         if not pieces or start >= size:
             pieces.append("")
