@@ -133,6 +133,16 @@ class ModelSource:
                 same += (true.argmax(-1) == other.argmax(-1)).sum().item()
         return kl / len(logits), same / len(logits)
 
+    def greedy(self, first: int, kv: KVCache, count: int) -> list[int]:
+        """The `count` ids that follow the id `first`, which follows the cache: each the most probable one."""
+        cache, ids = hf.to_cache(kv, self.model), [first]
+        with torch.inference_mode():
+            for _ in range(count):
+                out = self._forward(ids[-1:], **{self._cache_kwarg: cache})
+                cache = out[self._cache_kwarg]
+                ids.append(int(out.logits[0, -1].argmax()))
+        return ids[1:]
+
     def _continue(self, ids: Any, kv: KVCache, cache: Any) -> torch.Tensor:
         """The logits of the continuation, [continuation, vocab]."""
         ids = ids[kv.tokens : kv.tokens + self.continuation]

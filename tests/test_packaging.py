@@ -19,7 +19,9 @@ needs_checkout = pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reas
 def sources(suffix: str) -> set[str]:
     """Where the repository's files with this suffix belong in an installed tree."""
     inside = {p.relative_to(ROOT).as_posix() for f in FOLDERS for p in (ROOT / f).rglob(f"*{suffix}")}
-    front = {p.relative_to(ROOT).as_posix() for p in (ROOT / "seqkv").glob(f"*{suffix}")}
+    front = {
+        p.relative_to(ROOT).as_posix() for f in ("seqkv", "seqkv/demo_text") for p in (ROOT / f).glob(f"*{suffix}")
+    }
     return {f"seqkv/{name}" for name in inside} | front
 
 

