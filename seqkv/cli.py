@@ -128,11 +128,12 @@ def calibrate(args: argparse.Namespace) -> None:
 
 def encode(args: argparse.Namespace) -> None:
     profile = _profile(args.profile)
+    _check_quality(args)
     _writable(args.out)
     with display.progress("encoding") as report:
         report(0.0, "loading the model")
         source = models.load(args.model)
-        _check(profile, source)
+        _check_model(profile, source)
         ids = models.read_ids(source, args.text)[: args.tokens]
         source.context = len(ids)
         report(0.5, f"prefill of {len(ids):,} tokens")
@@ -185,12 +186,13 @@ def evaluate_texts(args: argparse.Namespace) -> None:
     from seqkv import evaluate
 
     profile = _profile(args.profile)
+    _check_quality(args)
     if args.offset < 0:
         raise UsageError("--offset must not be negative")
     with display.progress("eval") as report:
         report(0.0, "loading the model")
         source = models.load(args.model, args.context, args.continuation)
-        _check(profile, source)
+        _check_model(profile, source)
         length = args.context + args.continuation
         texts = {path: models.read_ids(source, path, args.offset, length) for path in args.text}
         results = []
@@ -266,7 +268,16 @@ def _describe(profile: engine.Profile) -> dict[str, Any]:
     }
 
 
-def _check(profile: engine.Profile | None, source: Any) -> None:
+def _check_quality(args: argparse.Namespace) -> None:
+    from seqkv.engine import rate_control
+
+    try:
+        rate_control.check(args.kl, args.step)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _check_model(profile: engine.Profile | None, source: Any) -> None:
     """A profile of a relative of the model works, at a loss; so say it, and go on."""
     if profile is not None and profile.model != source.fingerprint:
         display.note("warning: the profile was calibrated for another model; expect more loss, or more bytes")
