@@ -11,17 +11,25 @@ if __name__ == "engine":
             sys.modules[_name.removeprefix("seqkv.")] = _module
 
 from seqkv.engine.cache import KVCache, Rope
+from seqkv.engine.calibration import calibrate
+from seqkv.engine.codec import decode, encode, inspect
 from seqkv.engine.errors import CacheError, CalibrationError, ProbsError, ProfileError, SeqkvError, StreamError
 from seqkv.engine.probs import TokenProbs
+from seqkv.engine.profile import Profile
 
 __all__ = [
     "CacheError",
     "CalibrationError",
     "KVCache",
     "ProbsError",
+    "Profile",
     "ProfileError",
     "Rope",
     "SeqkvError",
     "StreamError",
     "TokenProbs",
+    "calibrate",
+    "decode",
+    "encode",
+    "inspect",
 ]

@@ -1,0 +1,316 @@
+"""Encode and decode: the tiers behind one pair of functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqkv.engine import container, importance, near, prediction, quantiser, rate_control
+from seqkv.engine.cache import ITEM_BYTES, KVCache, Rope
+from seqkv.engine.container import Buffer, Container, Section
+from seqkv.engine.errors import CacheError, ProbsError, ProfileError, SeqkvError, StreamError
+from seqkv.engine.probs import TokenProbs
+from seqkv.engine.profile import Profile
+
+TOKENS, TOPK_IDS, TOPK_PROBS, POSITIONS, CLASSES, CHUNK = range(1, 7)  # kinds of sections
+_NAMES = {
+    TOKENS: "token ids",
+    TOPK_IDS: "top-k ids",
+    TOPK_PROBS: "top-k probabilities",
+    POSITIONS: "positions",
+    CLASSES: "importance",
+    CHUNK: "coefficients",
+}
+_MOST_TOKENS = 1 << 31
+
+
+def encode(
+    kv: KVCache,
+    probs: TokenProbs,
+    *,
+    profile: Profile | None = None,
+    kl: float = 0.01,
+    step: float | None = None,
+    importance: Any = None,
+) -> bytes:
+    """Compress a cache (arXiv 2604.15356, layer 2; near tier).
+
+    kv: the cache of one sequence.
+    probs: its tokens and, if known, what the model expected of them.
+    profile: of the model, from `calibrate`; None codes without calibration.
+    kl: requested loss: mean KL in nats between the model's predictions from the true and from the decoded cache.
+    step: quantiser step, instead of kl.
+    importance: attention received, [layers, tokens], float, in any unit (the adapters observe it); estimated from the
+        cache if not given.
+
+    The same arguments give the same bytes on one machine. Raises CacheError, ProbsError, ProfileError if the arguments
+    are bad or do not fit together, ValueError for kl or step out of range.
+    """
+    rate_control.check(kl, step)
+    if probs.tokens != kv.tokens:
+        raise ProbsError(f"the cache holds {kv.tokens} tokens, the probabilities are of {probs.tokens}")
+    if profile is None:
+        raise ProfileError("encoding without a profile is not there yet")
+    profile.check(kv)
+    index = quantiser.step_index(step) if step is not None else rate_control.step_for(profile.curve, kl)
+    header, sections = _near(kv, probs, profile, index, importance)
+    header["kl"] = {"requested": None if step is not None else kl, "expected": rate_control.kl_at(profile.curve, index)}
+    return container.write(header, sections)
+
+
+def decode(
+    stream: Buffer, *, profile: Profile | None = None, tokens: slice | None = None, layers: slice | None = None
+) -> KVCache:
+    """The cache that a stream holds, or a part of it.
+
+    profile: the one it was encoded with, if there was one.
+    tokens, layers: only these, as slices without a step; chunks and layers that they do not need are not decoded.
+
+    Raises StreamError if the stream is damaged or not one, ProfileError if the profile is missing or another,
+    CacheError if nothing is left of the slices.
+    """
+    parsed = Container.parse(stream)
+    form = _Form(parsed)
+    wanted = _range(tokens, form.tokens, "tokens")
+    depth = _range(layers, len(form.shape), "layers")
+    if form.profile is None or profile is None or profile.fingerprint != form.profile:
+        given = "no profile was given" if profile is None else f"the profile given is {profile.fingerprint}"
+        raise ProfileError(f"the stream was encoded with profile {form.profile}, {given}")
+    if profile.shape != form.shape:
+        raise StreamError("altered: its shape is not its profile's")
+    keys = [np.empty((heads, len(wanted), k), form.storage) for heads, k, _ in form.shape[depth.start : depth.stop]]
+    values = [np.empty((heads, len(wanted), v), form.storage) for heads, _, v in form.shape[depth.start : depth.stop]]
+    probs = _stored_probs(parsed, form, profile)
+    gain = near.gains(profile, near.unpack_classes(parsed.section(CLASSES), len(form.shape), form.tokens))
+    for chunk in range(wanted.start // near.CHUNK, (wanted.stop - 1) // near.CHUNK + 1):
+        start, stop = _chunk_bounds(chunk, form.tokens)
+        side = _side(profile, probs, gain, form.steps[chunk], start, stop)
+        symbols, live = near.unpack_chunk(profile, side, parsed.section(CHUNK, chunk), depth.stop)
+        first, last = max(start, wanted.start), min(stop, wanted.stop)
+        part, place = slice(first - start, last - start), slice(first - wanted.start, last - wanted.start)
+        for block, decoded in near.decode_chunk(profile, side, symbols, live, depth.stop):
+            layer, is_value = divmod(block, 2)
+            if layer >= depth.start:
+                into = (values if is_value else keys)[layer - depth.start][:, place]
+                rope = None if is_value else form.rope[layer]
+                _store(decoded[part], into, rope, form.positions[first:last], form.dtype)
+    return KVCache(
+        keys,
+        values,
+        positions=form.positions[wanted.start : wanted.stop],
+        rope=form.rope[depth.start : depth.stop],
+        dtype=form.dtype,
+    )
+
+
+def inspect(stream: Buffer) -> dict[str, Any]:
+    """What a stream says of itself, as JSON-able values; nothing is decoded. StreamError if it is not a stream."""
+    parsed = Container.parse(stream)
+    form = _Form(parsed)
+    parts: dict[str, int] = {}
+    for kind, index in parsed.sections:
+        name = _NAMES.get(kind, f"section {kind}")
+        parts[name] = parts.get(name, 0) + parsed.length(kind, index)
+    total = memoryview(stream).nbytes
+    parts["header and index"] = total - sum(parts.values())
+    count = form.tokens * sum(heads * (k + v) for heads, k, v in form.shape)
+    return {
+        "version": container.VERSION,
+        "tier": parsed.header["tier"],
+        "dtype": form.dtype,
+        "layers": len(form.shape),
+        "shape": form.shape,
+        "tokens": form.tokens,
+        "values": count,
+        "bytes": total,
+        "bytes_by_part": parts,
+        "bits_per_value": 8 * total / count,
+        "ratio": count * ITEM_BYTES[form.dtype] / total,
+        "steps": [quantiser.step_size(i) for i in form.steps],
+        "kl": parsed.header.get("kl"),
+        "loss": parsed.header.get("loss"),
+        "profile": form.profile,
+    }
+
+
+def _near(
+    kv: KVCache, probs: TokenProbs, profile: Profile, index: int, received: Any
+) -> tuple[dict[str, Any], list[Section]]:
+    """Header and sections of the near tier."""
+    if received is None:
+        attention = estimated_attention(kv, profile.attention)
+    else:
+        attention = importance.checked(received, kv.layers, kv.tokens)
+    classes = importance.classes(attention)
+    gain = near.gains(profile, classes)
+    sections = [Section(TOKENS, 0, container.pack(probs.token_ids.astype(np.uint32)))]
+    if profile.predictor == "expectation":
+        probs = _rounded(probs)
+        sections.append(Section(TOPK_IDS, 0, container.pack(probs.topk_ids)))
+        sections.append(Section(TOPK_PROBS, 0, container.pack(probs.topk_probs.astype(np.float16))))
+    sections.append(Section(CLASSES, 0, near.pack_classes(classes)))
+    loss = near.Loss.none()
+    chunks = -(-kv.tokens // near.CHUNK)
+    for chunk in range(chunks):
+        start, stop = _chunk_bounds(chunk, kv.tokens)
+        side = _side(profile, probs, gain, index, start, stop)
+        symbols, lost = near.encode_chunk(profile, side, lambda block: block_values(kv, block, slice(start, stop)))  # noqa: B023
+        sections.append(Section(CHUNK, chunk, near.pack_chunk(profile, side, symbols)))
+        loss += lost
+    relative = np.sqrt(loss.error / np.maximum(loss.energy, 1e-30))
+    header: dict[str, Any] = {
+        "tier": "near",
+        "dtype": kv.dtype,
+        "tokens": kv.tokens,
+        "shape": profile.shape,
+        "profile": profile.fingerprint,
+        "steps": [index] * chunks,
+        "loss": {
+            "keys": _short(relative[0]),
+            "values": _short(relative[1]),
+            "fisher": _short(loss.fisher / loss.tokens),
+        },
+    }
+    header |= _rope_header(kv.rope)
+    if (kv.positions == np.arange(kv.tokens)).all():
+        header["positions"] = "arange"
+    else:
+        sections.append(Section(POSITIONS, 0, container.pack(kv.positions)))
+    return header, sections
+
+
+def block_values(kv: KVCache, block: int, tokens: slice) -> NDArray[np.float32]:
+    """A block of a cache, [tokens, channels] float32: all heads side by side, keys before rotation."""
+    layer, is_value = divmod(block, 2)
+    array = (kv.values if is_value else kv.keys)[layer][:, tokens]
+    rope = None if is_value else kv.rope[layer]
+    turned = array if rope is None else rope.undo(array, kv.positions[tokens])
+    return np.ascontiguousarray(turned.transpose(1, 0, 2), np.float32).reshape(turned.shape[1], -1)
+
+
+def estimated_attention(kv: KVCache, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Attention received, [layers, tokens], estimated from keys and values (Profile.attention)."""
+    out = np.empty((kv.layers, kv.tokens), np.float32)
+    for start in range(0, kv.tokens, near.CHUNK):
+        part = slice(start, start + near.CHUNK)
+        for layer in range(kv.layers):
+            out[layer, part] = attention_features(kv, layer, part) @ weights[layer]
+    return np.exp2(np.clip(out, -12, 12))
+
+
+def attention_features(kv: KVCache, layer: int, tokens: slice) -> NDArray[np.float32]:
+    """[tokens, channels + 1]: un-rotated key, value, and 1."""
+    key, value = block_values(kv, 2 * layer, tokens), block_values(kv, 2 * layer + 1, tokens)
+    return np.concatenate([key, value, np.ones((len(key), 1), np.float32)], axis=1)
+
+
+class _Form:
+    """A stream's header, every entry checked."""
+
+    def __init__(self, parsed: Container) -> None:
+        header = parsed.header
+        try:
+            if header["tier"] != "near":
+                raise StreamError(f"tier {header['tier']!r} is not known to this version")
+            self.dtype: str = header["dtype"]
+            self.storage = np.dtype({"float32": "f4", "float16": "f2", "bfloat16": "f4"}[self.dtype])
+            self.tokens = _count(header["tokens"], _MOST_TOKENS)
+            self.shape = tuple((_count(h), _count(k), _count(v)) for h, k, v in header["shape"])
+            self.profile: str | None = header["profile"]
+            self.steps = [int(i) for i in header["steps"]]
+            ropes = [None if r is None else Rope.from_dict(r) for r in header["ropes"]]
+            self.rope = [ropes[i] for i in header["rope"]] if len(ropes) > 1 else ropes * len(self.shape)
+            if header.get("positions") == "arange":
+                self.positions = np.arange(self.tokens, dtype=np.int64)
+            else:
+                self.positions = container.unpack(parsed.section(POSITIONS), np.int64, shape=(self.tokens,))
+        except StreamError:
+            raise
+        except (SeqkvError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise StreamError(f"altered: the header cannot be understood: {error!r}") from error
+        chunks = -(-self.tokens // near.CHUNK)
+        fine = all(rate_control.COARSEST <= i <= rate_control.FINEST for i in self.steps)
+        if not self.shape or len(self.rope) != len(self.shape) or len(self.steps) != chunks or not fine:
+            raise StreamError("altered: the header contradicts itself")
+        if (np.diff(self.positions) <= 0).any() or self.positions[0] < 0:
+            raise StreamError("altered: positions do not increase")
+
+
+def _count(value: Any, most: int = 1 << 20) -> int:
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise StreamError(f"altered: {value!r} where a number from 1 to {most} is expected")
+    return value
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _rope_header(ropes: list[Rope | None]) -> dict[str, Any]:
+    """The distinct ropes, and if there are several which layer has which."""
+    distinct = list(dict.fromkeys(ropes))
+    header: dict[str, Any] = {"ropes": [None if r is None else r.to_dict() for r in distinct]}
+    if len(distinct) > 1:
+        header["rope"] = [distinct.index(r) for r in ropes]
+    return header
+
+
+def _rounded(probs: TokenProbs) -> TokenProbs:
+    """As the decoder will read them."""
+    rounded = probs.topk_probs.astype(np.float16).astype(np.float32)
+    return TokenProbs(probs.token_ids, probs.topk_ids, np.minimum(rounded, 1.0), probs.surprisal)
+
+
+def _stored_probs(parsed: Container, form: _Form, profile: Profile) -> TokenProbs:
+    ids = container.unpack(parsed.section(TOKENS), np.uint32, shape=(form.tokens,))
+    try:
+        if profile.predictor != "expectation":
+            return TokenProbs.from_tokens(ids)
+        topk = container.unpack(parsed.section(TOPK_IDS), np.int32, max_items=form.tokens * 1024)
+        rows = container.unpack(parsed.section(TOPK_PROBS), np.float16, shape=topk.shape).astype(np.float32)
+        return TokenProbs(ids, topk, rows, np.zeros(form.tokens, np.float32))
+    except ProbsError as error:
+        raise StreamError(f"altered: {error}") from error
+
+
+def _side(profile: Profile, probs: TokenProbs, gain: NDArray[np.int8], step: int, start: int, stop: int) -> near.Side:
+    part = TokenProbs(
+        probs.token_ids[start:stop],
+        probs.topk_ids[start:stop],
+        probs.topk_probs[start:stop],
+        probs.surprisal[start:stop],
+    )
+    rows, index = prediction.token_rows(profile.table, part, profile.predictor)
+    return near.Side(rows, index, np.ascontiguousarray(gain[:, start:stop]), step, first=start == 0)
+
+
+def _chunk_bounds(chunk: int, tokens: int) -> tuple[int, int]:
+    return chunk * near.CHUNK, min((chunk + 1) * near.CHUNK, tokens)
+
+
+def _range(part: slice | None, size: int, what: str) -> range:
+    if part is not None and part.step not in (None, 1):
+        raise ValueError(f"{what}: a slice without a step is needed")
+    out = range(size)[part] if part is not None else range(size)
+    if len(out) == 0:
+        raise CacheError(f"nothing is left: {what} {part} of {size}")
+    return out
+
+
+def _store(
+    decoded: NDArray[np.float32],
+    into: NDArray[np.floating],
+    rope: Rope | None,
+    positions: NDArray[np.int64],
+    dtype: str,
+) -> None:
+    """Write [tokens, channels] to [heads, tokens, width], keys rotated, as near as the dtype can hold it."""
+    heads, tokens, width = into.shape
+    out = decoded.reshape(tokens, heads, width).transpose(1, 0, 2)
+    if rope is not None:
+        out = rope.apply(out, positions)
+    if dtype == "float16":
+        out = np.clip(out, -65504, 65504)
+    into[...] = out

@@ -1,0 +1,75 @@
+"""Prediction: what a block of a cache is expected to hold, from what the decoder already has.
+
+A block is the keys or the values of one layer, K_0, V_0, K_1, V_1, ... in this order, [tokens, channels]: all heads side
+by side, keys before rotation. Its features are the token (a row of the token table), the decoded keys and values of the
+layers before, and for values the decoded keys of their own layer. The map is linear and fitted on decoded features.
+
+arXiv 2604.15356, layer 2, predicts with the expectation over the model's next-token distribution; the token itself is
+known when its cache is stored and predicts better. Both are one operation, `accumulate`: sum over k of p_k * row_k.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+from numpy.typing import NDArray
+
+from seqkv.engine.errors import ProbsError
+from seqkv.engine.probs import TokenProbs
+
+PREDICTORS = ("mean", "expectation", "token", "layers", "all")
+"""The ladder: nothing; the paper's expectation over top-k; the token; layers before; the token and layers before."""
+
+
+def uses_token(predictor: str) -> bool:
+    """Whether a row of the token table is a feature."""
+    return predictor in ("expectation", "token", "all")
+
+
+def sources(block: int, predictor: str, depth: int) -> list[int]:
+    """The decoded blocks that predict `block`: for values their own layer's keys, then `depth` layers before."""
+    if predictor not in ("layers", "all"):
+        return []
+    layer, is_value = divmod(block, 2)
+    own = [block - 1] if is_value else []
+    return own + [2 * (layer - back) + side for back in range(1, depth + 1) if layer >= back for side in (0, 1)]
+
+
+def token_rows(
+    table: NDArray[np.float16], probs: TokenProbs, predictor: str
+) -> tuple[NDArray[np.float32], NDArray[np.intp]]:
+    """What tokens contribute: distinct rows [rows, rank] float32, and the row of each token [tokens].
+
+    Each distinct token's row is projected once. [.., 0] for a predictor without tokens. ProbsError if an id is outside
+    the table, or the expectation is asked for and no probabilities are known.
+    """
+    if not uses_token(predictor):
+        return np.zeros((1, 0), np.float32), np.zeros(probs.tokens, np.intp)
+    if predictor == "expectation" and probs.k == 0:
+        raise ProbsError("the expectation needs top-k probabilities: use TokenProbs.from_logits or from_probs")
+    ids = probs.topk_ids if predictor == "expectation" else probs.token_ids
+    if int(ids.max()) >= len(table):
+        raise ProbsError(f"token id {int(ids.max())} is outside the profile's vocabulary of {len(table)}")
+    distinct, index = np.unique(ids, return_inverse=True)
+    rows = table[distinct].astype(np.float32)
+    index = index.reshape(ids.shape)
+    if predictor == "expectation":
+        return accumulate(rows, index, probs.topk_probs), np.arange(probs.tokens)
+    return rows, index
+
+
+@njit(cache=True, parallel=True)
+def accumulate(rows: NDArray[np.float32], index: NDArray[np.intp], weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Predicted-KV accumulation: out[t] = sum over k of weights[t, k] * rows[index[t, k]].
+
+    rows [rows, width] float32, index [tokens, k], weights [tokens, k] float32 -> [tokens, width] float32, summed in the
+    order of k.
+    """
+    out = np.zeros((index.shape[0], rows.shape[1]), np.float32)
+    for t in prange(index.shape[0]):
+        for k in range(index.shape[1]):
+            p = weights[t, k]
+            row = index[t, k]
+            for c in range(rows.shape[1]):
+                out[t, c] += p * rows[row, c]
+    return out

@@ -1,0 +1,182 @@
+"""A profile: what calibration learnt about the caches of one model."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from seqkv.engine import importance, prediction
+from seqkv.engine.cache import KVCache
+from seqkv.engine.errors import ProfileError
+
+FORMAT = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """The constants of the near tier for one model, made by `engine.calibrate`. Immutable.
+
+    With B = 2 * layers blocks, C_b channels in block b and F_b features (see engine.prediction):
+
+    model: fingerprint of the model, as the calibration's source gave it.
+    shape: for each layer (kv_heads, key width, value width).
+    predictor: one of prediction.PREDICTORS; depth: how many layers before predict a block.
+    table: token table [vocab, rank] float16; rank 0 for a predictor without tokens.
+    weights: B matrices [F_b, C_b] float16: features to predicted values.
+    bias: [sum C_b] float32; sink_bias: [SINKS, sum C_b] float32, added for the first tokens of a sequence.
+    inverse: B matrices [C_b, C_b] float16: coefficients to values. The coefficients of a block are its residual in the
+        Fisher metric, in the order of their variance, largest first.
+    scale: [sum C_b] int16: place of each coefficient on the coder's scale axis at step 1 and gain 1.
+    gains: [2, layers, importance.CLASSES] int8: gain indices (engine.quantiser) by side, layer and class.
+    attention: [layers, F + 1] float32: estimates log2 of attention received, in multiples of the mean, from a token's
+        un-rotated key and value (and a constant), where attention was not observed.
+    curve: [points, 2] float64: step index, and log2 of the KL in nats that it gave on texts of calibration that the
+        rest was not fitted on; increasing steps.
+    info: what it was made from (JSON-able).
+    """
+
+    model: str
+    shape: tuple[tuple[int, int, int], ...]
+    predictor: str
+    depth: int
+    table: NDArray[np.float16]
+    weights: tuple[NDArray[np.float16], ...]
+    bias: NDArray[np.float32]
+    sink_bias: NDArray[np.float32]
+    inverse: tuple[NDArray[np.float16], ...]
+    scale: NDArray[np.int16]
+    gains: NDArray[np.int8]
+    attention: NDArray[np.float32]
+    curve: NDArray[np.float64]
+    info: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        layers, total = len(self.shape), int(self.starts[-1])
+        if layers == 0 or self.predictor not in prediction.PREDICTORS or not 0 <= self.depth <= layers:
+            raise ProfileError(f"not a usable profile: {layers} layers, predictor {self.predictor!r}, {self.depth=}")
+        expected: dict[str, tuple[int, ...]] = {
+            "bias": (total,),
+            "sink_bias": (importance.SINKS, total),
+            "scale": (total,),
+            "gains": (2, layers, importance.CLASSES),
+        }
+        for name, shape in expected.items():
+            if getattr(self, name).shape != shape:
+                raise ProfileError(f"profile: {name} has shape {getattr(self, name).shape}, expected {shape}")
+        rank = self.table.shape[1] if prediction.uses_token(self.predictor) else 0
+        for b, width in enumerate(self.widths):
+            inputs = rank + sum(self.widths[i] for i in self.sources(b))
+            if self.weights[b].shape != (inputs, width) or self.inverse[b].shape != (width, width):
+                raise ProfileError(f"profile: the matrices of block {b} do not fit {inputs} features, {width} channels")
+        arrays = [self.table, *self.weights, self.bias, self.sink_bias, *self.inverse, self.attention, self.curve]
+        if not all(np.isfinite(a).all() for a in arrays):
+            raise ProfileError("profile: it holds NaN or infinity; calibrate again")
+
+    @functools.cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Channels of each block."""
+        return tuple(heads * width for heads, *sides in self.shape for width in sides)
+
+    @functools.cached_property
+    def starts(self) -> NDArray[np.int32]:
+        """First coefficient of each block, and their number: [B + 1]."""
+        return np.concatenate([[0], np.cumsum(self.widths)]).astype(np.int32)
+
+    def sources(self, block: int) -> list[int]:
+        """The decoded blocks that predict a block."""
+        return prediction.sources(block, self.predictor, self.depth)
+
+    @functools.cached_property
+    def maps(self) -> list[tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]]:
+        """For each block weights, bias and inverse transform in float32."""
+        bias = np.split(self.bias, self.starts[1:-1])
+        return [
+            (w.astype(np.float32), b, i.astype(np.float32))
+            for w, b, i in zip(self.weights, bias, self.inverse, strict=True)
+        ]
+
+    @functools.cached_property
+    def forward(self) -> list[NDArray[np.float32]]:
+        """For each block the transform [C_b, C_b] float32: values to coefficients. Only an encoder needs it."""
+        return [np.linalg.inv(i.astype(np.float64)).astype(np.float32) for i in self.inverse]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits over everything that decoding depends on."""
+        state = xxhash.xxh3_128(json.dumps([FORMAT, self.shape, self.predictor, self.depth]).encode())
+        for array in (self.table, *self.weights, self.bias, self.sink_bias, *self.inverse, self.scale, self.gains):
+            state.update(np.ascontiguousarray(array).view(np.uint8).data)
+        return state.hexdigest()
+
+    def check(self, kv: KVCache) -> None:
+        """ProfileError unless a cache has the shape of this profile's model."""
+        shape = tuple((k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(kv.keys, kv.values, strict=True))
+        if shape != self.shape:
+            raise ProfileError(
+                f"the profile is for caches with {_shown(self.shape)}, this one has {_shown(shape)}: "
+                "calibrate one for this model, or encode without a profile"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write it as a safetensors file, whole or not at all."""
+        path = Path(path)
+        tensors = {
+            "table": self.table,
+            "bias": self.bias,
+            "sink_bias": self.sink_bias,
+            "scale": self.scale,
+            "gains": self.gains,
+            "attention": self.attention,
+            "curve": self.curve,
+        }
+        tensors |= {f"weights.{b}": w for b, w in enumerate(self.weights)}
+        tensors |= {f"inverse.{b}": i for b, i in enumerate(self.inverse)}
+        form = {"format": FORMAT, "model": self.model, "shape": self.shape, "predictor": self.predictor}
+        form |= {"depth": self.depth, "info": self.info, "fingerprint": self.fingerprint}
+        part = path.with_name(path.name + ".part")
+        part.write_bytes(save(tensors, metadata={"seqkv": json.dumps(form)}))
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read what `save` wrote. ProfileError if the file is something else, damaged, or of another version."""
+        try:
+            with safe_open(path, framework="numpy") as file:
+                form = json.loads((file.metadata() or {})["seqkv"])
+                if form["format"] != FORMAT:
+                    raise ProfileError(f"{path}: format {form['format']}, this version reads {FORMAT}; calibrate again")
+                blocks = range(2 * len(form["shape"]))
+                profile = cls(
+                    model=form["model"],
+                    shape=tuple((int(h), int(k), int(v)) for h, k, v in form["shape"]),
+                    predictor=form["predictor"],
+                    depth=int(form["depth"]),
+                    weights=tuple(file.get_tensor(f"weights.{b}") for b in blocks),
+                    inverse=tuple(file.get_tensor(f"inverse.{b}") for b in blocks),
+                    info=form["info"],
+                    **{name: file.get_tensor(name) for name in _TENSORS},
+                )
+        except FileNotFoundError:
+            raise ProfileError(f"{path}: there is no such file") from None
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise ProfileError(f"{path} is not a seqkv profile: {error}") from error
+        if profile.fingerprint != form["fingerprint"]:
+            raise ProfileError(f"{path}: its content does not match its fingerprint; the file is damaged")
+        return profile
+
+
+_TENSORS = ("table", "bias", "sink_bias", "scale", "gains", "attention", "curve")
+
+
+def _shown(shape: tuple[tuple[int, int, int], ...]) -> str:
+    kinds = sorted(set(shape))
+    return f"{len(shape)} layers of (kv_heads, key width, value width) {', '.join(map(str, kinds))}"

@@ -1,0 +1,87 @@
+"""The quantiser: one step for every coefficient of a stream, divided by the gain of its token.
+
+Steps and gains are powers of two in exact fractions of an octave, sent as integers, so that what a step or a gain does
+to the scale class of a symbol is an integer too and never depends on a float that the other side recomputes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numba.extending import register_jitable
+from numpy.typing import NDArray
+
+from seqkv.entropy_coding.contexts import CLASSES_PER_OCTAVE, LOWEST_OCTAVE, UNITS
+
+UNITS_PER_OCTAVE = UNITS * CLASSES_PER_OCTAVE  # of the scale axis of entropy_coding.contexts
+STEPS_PER_OCTAVE = 16
+GAINS_PER_OCTAVE = 4
+LARGEST_SYMBOL = 1 << 30
+
+
+def step_size(index: int) -> float:
+    """The step with this index: 2 ** (-index / 16), so a larger index is a finer step."""
+    return float(2.0 ** (-index / STEPS_PER_OCTAVE))
+
+
+def step_index(step: float) -> int:
+    """The index of the largest step that is not above `step`."""
+    return int(np.ceil(-np.log2(step) * STEPS_PER_OCTAVE - 1e-9))
+
+
+def step_units(index: int) -> int:
+    """How far a step moves symbols on the scale axis, beside step 1."""
+    return index * (UNITS_PER_OCTAVE // STEPS_PER_OCTAVE)
+
+
+def gain_value(index: NDArray[np.integer]) -> NDArray[np.float32]:
+    """Gains with these indices: 2 ** (index / 4)."""
+    return np.exp2(index.astype(np.float32) / GAINS_PER_OCTAVE).astype(np.float32)
+
+
+def gain_index(gain: NDArray[np.floating]) -> NDArray[np.int8]:
+    """Indices of the gains nearest to these."""
+    return np.rint(np.log2(gain) * GAINS_PER_OCTAVE).astype(np.int8)
+
+
+def gain_units(index: NDArray[np.integer]) -> NDArray[np.int16]:
+    """How far gains move symbols on the scale axis."""
+    return (index.astype(np.int32) * (UNITS_PER_OCTAVE // GAINS_PER_OCTAVE)).astype(np.int16)
+
+
+def scale_units(scale: NDArray[np.floating]) -> NDArray[np.int16]:
+    """Place on the scale axis of residuals whose mean magnitude is `scale` at step 1 (the middle of their class)."""
+    octaves = np.log2(np.maximum(scale, 1e-30)) - LOWEST_OCTAVE
+    return np.clip(np.rint(octaves * UNITS_PER_OCTAVE) + UNITS // 2, -(2**15), 2**15 - 1).astype(np.int16)
+
+
+@register_jitable
+def quantised(scaled: float) -> int:
+    """The symbol of a residual in units of its own step: the nearest integer."""
+    magnitude = min(int(abs(scaled) + 0.5), LARGEST_SYMBOL)
+    return magnitude if scaled > 0 else -magnitude
+
+
+@njit(cache=True, nogil=True)
+def quantise(
+    residual: NDArray[np.float32],
+    fineness: NDArray[np.float32],
+    symbols: NDArray[np.int32],
+    weight: NDArray[np.float32],
+) -> float:
+    """Quantise a block.
+
+    residual [tokens, coefs] float32, fineness [tokens] float32: 1 / step of each token, symbols [tokens, coefs] int32:
+    written, weight [tokens]: of each token in the sum returned.
+    Returns the sum of weight * (error in steps)^2.
+    """
+    total = 0.0
+    for t in range(residual.shape[0]):
+        row = 0.0
+        for j in range(residual.shape[1]):
+            scaled = residual[t, j] * fineness[t]
+            q = quantised(scaled)
+            symbols[t, j] = q
+            row += (scaled - q) * (scaled - q)
+        total += weight[t] * row
+    return total
