@@ -7,7 +7,8 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,10 @@ def info(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(found, indent=2))
     else:
-        display.table(str(args.file), ("name", "value"), list(_flat(found)))
+        entries = list(_flat(found))
+        width = max(len(name) for name, _ in entries)
+        for name, text in entries:
+            print(f"{name:<{width}}  {text}")
 
 
 def evaluate_texts(args: argparse.Namespace) -> None:
@@ -264,7 +268,7 @@ def _describe(profile: engine.Profile) -> dict[str, Any]:
         "kl_by_step": {
             f"{quantiser.step_size(index):.3g}": float(f"{2**log2_kl:.3g}") for index, log2_kl in profile.curve
         },
-        **{name: profile.info[name] for name in ("context", "fitted", "checked") if name in profile.info},
+        "texts": {name: dict(Counter(profile.info.get(name, ()))) for name in ("fitted", "checked")},
     }
 
 
@@ -296,13 +300,20 @@ def _writable(path: Path) -> None:
         raise UsageError(f"{path}: there is no directory {path.parent}")
 
 
-def _flat(found: Any, prefix: str = "") -> Any:
+def _flat(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The entries of nested JSON as (name, text)."""
     for name, value in found.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
+            for inner, text in _flat(value):
+                yield f"{name}: {inner}", text
         else:
-            yield f"{prefix}{name}", f"{value:,}" if type(value) is int else str(value)
+            yield name, _brief(value)
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, list | tuple) and len(value) > 1 and all(other == value[0] for other in value):
+        return f"{len(value)} times {_brief(value[0])}"
+    return f"{value:,}" if type(value) is int else f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _megabytes(count: int | None) -> str:

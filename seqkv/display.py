@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 Report = Callable[[float, str], None]
 """Called with how much is done, between 0 and 1, and what is being done."""
 
-_EVERY = 3.0  # seconds between plain lines
+_EVERY = 10.0  # seconds between plain lines
 
 
 @contextlib.contextmanager
