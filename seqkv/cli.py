@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         display.note(f"seqkv: {error.filename}: {error.strerror}" if error.filename else f"seqkv: {error}")
         return 2
+    except ModuleNotFoundError as error:
+        display.note(f"seqkv: this command needs {error.name}: pip install 'seqkv[demo]'")
+        return 2
     except SeqkvError as error:
         display.note(f"seqkv: {error}")
         return 2

@@ -17,7 +17,7 @@ from seqkv import display, engine, evaluate, models
 from seqkv.engine import KVCache, ProfileError
 from seqkv.engine.mixture import default_pieces
 
-CONTEXT, CONTINUATION = 1024, 512
+CONTEXT, CONTINUATION = 1024, 256
 TARGETS = (0.003, 0.01, 0.03, 0.1)  # nats
 BITS = (4, 3, 2)
 GROUP = 64
@@ -121,27 +121,28 @@ def run(out: Path, fresh: bool = False) -> None:
         report(0.0, "looking for a profile")
         profile = cached_profile(source, fresh, report)
     found: list[Point] = []
-    prefill_s = None
+    continued: dict[str, dict[str, str]] = {}
+    prefill_s = 0.0
     with display.progress("demo") as report:
-        steps = len(texts) * (1 + len(TARGETS) + 1 + len(BITS)) + 2
+        steps = len(texts) * (len(TARGETS) + 1 + len(BITS))
         for path in texts:
             report(len(found) / steps, f"{path.stem}: prefill")
             ids = models.read_ids(source, path, 0, CONTEXT + CONTINUATION)
-            if prefill_s is None:  # compiles what is timed below, and shows what is printed below
-                prefill_s = evaluate.prefill_seconds(source, ids)
             subject = evaluate.prepare(source, path.stem, ids, prefill_s)
             if not found:
+                prefill_s = evaluate.prefill_seconds(source, ids, repeats=1)  # prepare has warmed the model up
                 warm_up(subject, profile)
             for point in points(source, subject, profile):
                 found.append(point)
                 report(len(found) / steps, f"{path.stem}: {point.codec}, {point.setting}")
-        report(1 - 2 / steps, "continuing the last text from both caches")
-        continuations = continue_both(source, subject, profile)
-    assert prefill_s is not None
+            report(len(found) / steps, f"{path.stem}: continuing from both caches")
+            continued[path.stem] = continue_both(source, subject, profile)
     show(found, prefill_s)
-    print(f"\nThe model continues {texts[-1].stem} after {CONTEXT} tokens, each time with its most probable token:\n")
-    for name, text in continuations.items():
-        print(f"  {name:>14}  {text!r}")
+    print(f"\nWhat the model writes after {CONTEXT:,} tokens, each time its most probable token:")
+    for text, continuations in continued.items():
+        print(f"\n{text}")
+        for name, written in continuations.items():
+            print(f"  from the {name} cache  {written!r}")
     out.mkdir(parents=True, exist_ok=True)
     write_csv(found, out / "rate.csv")
     print(f"\n{out / 'rate.csv'}")
@@ -158,7 +159,7 @@ def warm_up(subject: evaluate.Subject, profile: engine.Profile) -> None:
 def continue_both(source: Any, subject: evaluate.Subject, profile: engine.Profile) -> dict[str, str]:
     """The greedy continuation from the original cache and from the decoded one."""
     stream = engine.encode(subject.kv, subject.probs, profile=profile, kl=0.01, importance=subject.importance)
-    caches = {"original cache": subject.kv, "decoded cache": engine.decode(stream, profile=profile)}
+    caches = {"original": subject.kv, " decoded": engine.decode(stream, profile=profile)}
     first = int(subject.ids[CONTEXT])
     return {name: source.tokenizer.decode([first, *source.greedy(first, kv, GENERATED)]) for name, kv in caches.items()}
 

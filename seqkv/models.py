@@ -32,13 +32,11 @@ def locate(name: str) -> Path:
 def load(name: str, context: int = 1024, continuation: int = 512) -> Any:
     """The model that `name` means, in float32 on the CPU, as an `adapters.source.ModelSource`."""
     path = locate(name)
-    try:
-        from transformers.utils import logging
+    from transformers.utils import logging
 
-        from seqkv.adapters.huggingface import load_model
-        from seqkv.adapters.source import ModelSource
-    except ImportError as error:
-        raise UsageError(f"models need PyTorch and transformers ({error}): pip install 'seqkv[hf]'") from error
+    from seqkv.adapters.huggingface import load_model
+    from seqkv.adapters.source import ModelSource
+
     logging.set_verbosity_error()
     try:
         model, tokenizer = load_model(path)
