@@ -112,7 +112,7 @@ class LinearModel:
 
     def fisher(self, ids: Any, kv: KVCache) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
         p = np.exp(self.logprobs(ids, kv))
-        drawn = (np.log(p) + np.random.default_rng(len(ids)).gumbel(size=p.shape)).argmax(1)
+        drawn = (self.logprobs(ids, kv) + np.random.default_rng(len(ids)).gumbel(size=p.shape)).argmax(1)
         direction = (np.eye(self.vocab)[drawn] - p).T @ self._query(ids, kv.tokens)  # [vocab, tokens]
         attention = self.plain(ids[: kv.tokens])[2]
         sides: tuple[list[Any], list[Any]] = ([], [])
