@@ -33,6 +33,14 @@ def chunks(draw: Any) -> tuple[NDArray[np.int32], near.Side]:
     return symbols.astype(np.int32), side(gain, draw(st.integers(-640, 640)), draw(st.booleans()))
 
 
+def pack(profile: Profile, known: near.Side, symbols: NDArray[np.int32]) -> bytes:
+    return near.pack_chunk(profile.scale, profile.starts, known, symbols)
+
+
+def unpack(profile: Profile, known: near.Side, data: bytes, layers: int) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
+    return near.unpack_chunk(profile.scale, profile.starts, known, memoryview(data), layers)
+
+
 def dense(symbols: NDArray[np.int32], live: NDArray[np.intp], coefs: int) -> NDArray[np.int32]:
     out = np.zeros((len(symbols), coefs), np.int32)
     out[:, live] = symbols
@@ -47,21 +55,21 @@ def shape(profile: Profile) -> None:
 @given(chunk=chunks())
 def test_symbols_come_back(chunk: tuple[NDArray[np.int32], near.Side], profile: Profile) -> None:
     symbols, known = chunk
-    data = memoryview(near.pack_chunk(profile, known, symbols))
+    data = pack(profile, known, symbols)
     for layers in range(1, LAYERS + 1):
         coefs = int(profile.starts[2 * layers])
-        decoded, live = near.unpack_chunk(profile, known, data, layers)
+        decoded, live = unpack(profile, known, data, layers)
         assert (np.diff(live) > 0).all() and (live < coefs).all()
         np.testing.assert_array_equal(dense(decoded, live, coefs), symbols[:, :coefs])
 
 
 def test_coefficients_that_are_zero_throughout_cost_nothing(profile: Profile) -> None:
     known = side(np.zeros((BLOCKS, 256), np.int8))
-    nothing = near.pack_chunk(profile, known, np.zeros((256, COEFS), np.int32))
+    nothing = pack(profile, known, np.zeros((256, COEFS), np.int32))
     assert len(nothing) < 170  # 128 of it are the coder's states
     one = np.zeros((256, COEFS), np.int32)
     one[:, 40] = 1
-    _, live = near.unpack_chunk(profile, known, memoryview(near.pack_chunk(profile, known, one)), LAYERS)
+    _, live = unpack(profile, known, pack(profile, known, one), LAYERS)
     assert live.tolist() == [40]
 
 
@@ -69,16 +77,16 @@ def test_coefficients_that_are_zero_throughout_cost_nothing(profile: Profile) ->
 def packed(profile: Profile) -> tuple[near.Side, bytes]:
     rng = np.random.default_rng(0)
     known = side(rng.integers(-8, 8, (BLOCKS, 20), np.int8))
-    return known, near.pack_chunk(profile, known, np.rint(rng.laplace(scale=3, size=(20, COEFS))).astype(np.int32))
+    return known, pack(profile, known, np.rint(rng.laplace(scale=3, size=(20, COEFS))).astype(np.int32))
 
 
 def test_a_chunk_cut_short_or_made_longer_is_refused(packed: tuple[near.Side, bytes], profile: Profile) -> None:
     known, data = packed
     for size in range(len(data)):
         with pytest.raises(StreamError):
-            near.unpack_chunk(profile, known, memoryview(data[:size]), LAYERS)
+            unpack(profile, known, data[:size], LAYERS)
     with pytest.raises(StreamError):
-        near.unpack_chunk(profile, known, memoryview(data + b"\0\0"), LAYERS)
+        unpack(profile, known, data + b"\0\0", LAYERS)
 
 
 @given(data=st.binary(max_size=300), where=st.integers(0, 200))
@@ -89,7 +97,7 @@ def test_any_bytes_are_a_refusal_or_symbols(
     for wrong in (data, right[:where] + data, right[:where] + data + right[where + len(data) :]):
         for layers in (1, LAYERS):
             try:
-                symbols, live = near.unpack_chunk(profile, known, memoryview(wrong), layers)
+                symbols, live = unpack(profile, known, wrong, layers)
             except StreamError:
                 continue
             assert symbols.shape == (20, len(live)) and (live < profile.starts[2 * layers]).all()
@@ -136,7 +144,7 @@ def test_any_bytes_are_a_refusal_or_classes() -> None:
 
 def test_gains_are_of_side_layer_and_class(profile: Profile) -> None:
     classes = np.array([[21, 22, 5], [21, 22, 20], [21, 22, 0]], np.uint8)
-    gain = near.gains(profile, classes)
+    gain = near.gains(profile.gains, classes)
     assert gain.shape == (BLOCKS, 3) and gain.dtype == np.int8
     for block in range(BLOCKS):
         layer, is_value = divmod(block, 2)
@@ -153,7 +161,7 @@ def test_every_coefficient_is_within_half_its_tokens_step(
     decoded = engine.decode(
         engine.encode(s.kv, s.probs, profile=profile, step=step, importance=s.importance), profile=profile
     )
-    gain = quantiser.gain_value(near.gains(profile, importance.classes(s.importance)))
+    gain = quantiser.gain_value(near.gains(profile.gains, importance.classes(s.importance)))
     for block in range(BLOCKS):
         layer, is_value = divmod(block, 2)
         true, other = ((kv.values if is_value else kv.keys)[layer] for kv in (s.kv, decoded))

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqkv.engine import rate_control
+from seqkv.engine.quantiser import step_size
+from seqkv.engine.rate_control import COARSEST, FINEST, check, kl_at, step_for
+
+CURVE = np.array([[120.0, -5.0], [136.0, -7.0], [160.0, -11.0]])  # step index, log2 KL
+
+
+@pytest.mark.parametrize(("index", "log_kl"), CURVE)
+def test_the_points_of_a_curve(index: float, log_kl: float) -> None:
+    assert step_for(CURVE, 2.0**log_kl) == index
+    assert kl_at(CURVE, int(index)) == pytest.approx(2.0**log_kl)
+
+
+def test_between_and_beyond_the_points() -> None:
+    assert step_for(CURVE, 2.0**-6) == 128 and step_for(CURVE, 2.0**-8) == 142
+    assert step_for(CURVE, 2.0**-1) == 88 and step_for(CURVE, 2.0**-13) == 172  # along the last slopes
+    assert kl_at(CURVE, 88) == pytest.approx(0.5)
+    assert isinstance(step_for(CURVE, 0.01), int) and isinstance(kl_at(CURVE, 100), float)
+
+
+@given(st.floats(1e-12, 1e6), st.floats(1e-12, 1e6))
+def test_less_loss_is_never_a_coarser_step(a: float, b: float) -> None:
+    assert (step_for(CURVE, min(a, b))) >= step_for(CURVE, max(a, b))
+    assert COARSEST <= step_for(CURVE, a) <= FINEST
+
+
+@given(st.floats(2.0**-60, 2.0**30))
+def test_the_step_has_the_loss(kl: float) -> None:
+    """As near as steps are apart."""
+    assert kl_at(CURVE, step_for(CURVE, kl)) == pytest.approx(kl, rel=0.1)
+
+
+@pytest.mark.parametrize("kl", [1e-300, 5e-324, 1e300, 1.7e308])
+def test_any_positive_loss_has_a_step(kl: float) -> None:
+    index = step_for(CURVE, kl)
+    assert index in (COARSEST, FINEST) and np.isfinite(kl_at(CURVE, index))
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), -float("inf")])
+def test_no_other_number_is_a_loss_or_a_step(value: float) -> None:
+    with pytest.raises(ValueError, match="kl must be a positive number"):
+        check(value, None)
+    with pytest.raises(ValueError, match="step must be a positive number"):
+        check(0.01, value)
+
+
+@pytest.mark.parametrize("step", [2.0**41, 2.0**-41, 1e-300, 1e300])
+def test_steps_have_a_range(step: float) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        check(None, step)
+
+
+def test_what_makes_sense() -> None:
+    accepted: list[tuple[Any, Any]] = [(0.01, None), (1e-9, None), (None, 1.0), (0.01, step_size(600)), (1, 1)]
+    for kl, step in accepted:
+        check(kl, step)
+    assert rate_control.FINEST == -rate_control.COARSEST
