@@ -140,8 +140,9 @@ class _Observations:
         classes = importance.classes(attention)
         self.classes[:, rows] = classes
         self.attention[:, rows] = attention / np.maximum(attention.mean(axis=1, keepdims=True), 1e-30)
+        values = codec.blocks_of(kv, slice(None))
         for b, block in enumerate(self.blocks):
-            block[rows] = np.clip(codec.block_values(kv, b, slice(None)), -65504, 65504)
+            block[rows] = np.clip(values(b), -65504, 65504)
         if sample:
             self._add_fisher(self.source.fisher(ids, kv), classes)
 
@@ -191,8 +192,8 @@ def _fit(source: Source, observed: _Observations, predictor: str, report: Callab
         back = _transform(residual[:n], observed.fisher[b] / max(1, min(FISHER_TEXTS, observed.texts)))
         z = residual @ np.linalg.inv(back.astype(np.float64)).astype(np.float32)
         symbols = np.empty(z.shape, np.int32)
-        quantiser.quantise(z, gain / step, symbols, np.ones(len(z), np.float32))
-        regression.add(b, out + (symbols * (step / gain)[:, None]) @ back.astype(np.float32))
+        quantiser.quantise(z, (gain / step).astype(np.float32), symbols)
+        regression.add(b, out + quantiser.dequantise(symbols, step / gain) @ back.astype(np.float32))
         regression.forget(b - 2 * DEPTH - 1)
         explained.append(1 - float(residual[:n].var(axis=0).sum() / max(y[:n].var(axis=0).sum(), 1e-30)))
         weights.append(w)
@@ -242,7 +243,7 @@ class _Regression:
         self.products = {pair: p for pair, p in self.products.items() if set(pair) <= self.x.keys()}
 
     def predict(
-        self, y: NDArray[np.float32], blocks: list[int]
+        self, y: NDArray[np.float32], blocks: range
     ) -> tuple[NDArray[np.float32], NDArray[np.float16], NDArray[np.float32]]:
         """Prediction of y [rows, channels] from the token and these blocks, its weights and its constant."""
         names = [_TOKEN, *blocks]
@@ -272,10 +273,8 @@ _TOKEN = -1  # the name of the token's feature, where blocks are known by their 
 
 def _token_table(source: Source, observed: _Observations, predictor: str) -> tuple[NDArray[np.float16], _Regression]:
     """The token table, and a regression that holds its rows as the first feature."""
-    if prediction.uses_token(predictor):
-        table = source.embedding().astype(np.float16)
-    else:
-        table = np.zeros((0, 0), np.float16)
+    used = prediction.uses_token(predictor)
+    table = source.embedding().astype(np.float16) if used else np.zeros((0, 0), np.float16)
     token = None
     for text, probs in enumerate(observed.probs):
         rows, index = prediction.token_rows(table, probs, predictor)

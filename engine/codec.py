@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from seqkv.engine import container, importance, near, prediction, quantiser, rate_control
+from seqkv.engine import container, free, importance, near, prediction, quantiser, rate_control
 from seqkv.engine.cache import ITEM_BYTES, KVCache, Rope
 from seqkv.engine.container import Buffer, Container, Section
 from seqkv.engine.errors import CacheError, ProbsError, ProfileError, SeqkvError, StreamError
+from seqkv.engine.layout import Turns
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.profile import Profile
 
-TOKENS, TOPK_IDS, TOPK_PROBS, POSITIONS, CLASSES, CHUNK = range(1, 7)  # kinds of sections
+TOKENS, TOPK_IDS, TOPK_PROBS, POSITIONS, CLASSES, CHUNK, CHANNELS, SCALES = range(1, 9)  # kinds of sections
 _NAMES = {
     TOKENS: "token ids",
     TOPK_IDS: "top-k ids",
@@ -22,8 +26,13 @@ _NAMES = {
     POSITIONS: "positions",
     CLASSES: "importance",
     CHUNK: "coefficients",
+    CHANNELS: "channel statistics",
+    SCALES: "scales",
 }
 _MOST_TOKENS = 1 << 31
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 
 
 def encode(
@@ -51,12 +60,11 @@ def encode(
     rate_control.check(kl, step)
     if probs.tokens != kv.tokens:
         raise ProbsError(f"the cache holds {kv.tokens} tokens, the probabilities are of {probs.tokens}")
-    if profile is None:
-        raise ProfileError("encoding without a profile is not there yet")
-    profile.check(kv)
-    index = quantiser.step_index(step) if step is not None else rate_control.step_for(profile.curve, kl)
-    header, sections = _near(kv, probs, profile, index, importance)
-    header["kl"] = {"requested": None if step is not None else kl, "expected": rate_control.kl_at(profile.curve, index)}
+    mode = _Calibrated(profile, kv) if profile is not None else _Free.measure(kv)
+    index = quantiser.step_index(step) if step is not None else rate_control.step_for(mode.curve, kl)
+    header, sections = _near(kv, probs, mode, index, importance)
+    requested = None if step is not None else kl
+    header["kl"] = {"requested": requested, "expected": _short(rate_control.kl_at(mode.curve, index))}
     return container.write(header, sections)
 
 
@@ -73,29 +81,35 @@ def decode(
     """
     parsed = Container.parse(stream)
     form = _Form(parsed)
-    wanted = _range(tokens, form.tokens, "tokens")
-    depth = _range(layers, len(form.shape), "layers")
-    if form.profile is None or profile is None or profile.fingerprint != form.profile:
-        given = "no profile was given" if profile is None else f"the profile given is {profile.fingerprint}"
-        raise ProfileError(f"the stream was encoded with profile {form.profile}, {given}")
-    if profile.shape != form.shape:
-        raise StreamError("altered: its shape is not its profile's")
+    wanted, depth = _range(tokens, form.tokens, "tokens"), _range(layers, len(form.shape), "layers")
+    mode = _stored_mode(parsed, form, profile)
     keys = [np.empty((heads, len(wanted), k), form.storage) for heads, k, _ in form.shape[depth.start : depth.stop]]
     values = [np.empty((heads, len(wanted), v), form.storage) for heads, _, v in form.shape[depth.start : depth.stop]]
-    probs = _stored_probs(parsed, form, profile)
-    gain = near.gains(profile, near.unpack_classes(parsed.section(CLASSES), len(form.shape), form.tokens))
-    for chunk in range(wanted.start // near.CHUNK, (wanted.stop - 1) // near.CHUNK + 1):
+    probs = _stored_probs(parsed, form, mode.predictor)
+    classes = near.unpack_classes(parsed.section(CLASSES), len(form.shape), form.tokens)
+    gain = near.gains(mode.gains, classes)
+    chunks = range(0 if mode.sequential else wanted.start // near.CHUNK, (wanted.stop - 1) // near.CHUNK + 1)
+    coded = len(form.shape) if mode.sequential else depth.stop  # layers that must be decoded
+
+    def unpack(chunk: int) -> tuple[near.Side, NDArray[np.int32], NDArray[np.intp]]:
+        side = _side(mode, probs, gain, form.steps[chunk], *_chunk_bounds(chunk, form.tokens))
+        scale = mode.stored_scale(parsed, chunk, side.step)
+        return side, *near.unpack_chunk(scale, mode.starts, side, parsed.section(CHUNK, chunk), coded)
+
+    for chunk, (side, symbols, live) in zip(chunks, _ahead(unpack, chunks), strict=True):
         start, stop = _chunk_bounds(chunk, form.tokens)
-        side = _side(profile, probs, gain, form.steps[chunk], start, stop)
-        symbols, live = near.unpack_chunk(profile, side, parsed.section(CHUNK, chunk), depth.stop)
+        decoded = near.decode_chunk(mode.model(), side, symbols, live, coded)
+        mode.learn(decoded)
         first, last = max(start, wanted.start), min(stop, wanted.stop)
+        if first >= last:
+            continue
         part, place = slice(first - start, last - start), slice(first - wanted.start, last - wanted.start)
-        for block, decoded in near.decode_chunk(profile, side, symbols, live, depth.stop):
+        turns = Turns(form.positions[first:last])
+        for block in range(2 * depth.start, 2 * depth.stop):
             layer, is_value = divmod(block, 2)
-            if layer >= depth.start:
-                into = (values if is_value else keys)[layer - depth.start][:, place]
-                rope = None if is_value else form.rope[layer]
-                _store(decoded[part], into, rope, form.positions[first:last], form.dtype)
+            into = (values if is_value else keys)[layer - depth.start][:, place]
+            columns = slice(*mode.starts[block : block + 2])
+            turns.to_heads(decoded[part, columns], None if is_value else form.rope[layer], into)
     return KVCache(
         keys,
         values,
@@ -135,37 +149,132 @@ def inspect(stream: Buffer) -> dict[str, Any]:
     }
 
 
+class _Calibrated:
+    """Coding with a profile: the same model for every chunk."""
+
+    sequential = False
+
+    def __init__(self, profile: Profile, kv: KVCache | None = None) -> None:
+        if kv is not None:
+            profile.check(kv)
+        self.profile = profile
+        self.starts, self.gains, self.curve = profile.starts, profile.gains, profile.curve
+        self.table, self.predictor = profile.table, profile.predictor
+
+    def model(self) -> near.Model:
+        return self.profile
+
+    def learn(self, decoded: NDArray[np.float32]) -> None:
+        """Nothing to learn."""
+
+    def attention(self, kv: KVCache) -> NDArray[np.float32]:
+        return estimated_attention(kv, self.profile.attention)
+
+    def scale(self, symbols: NDArray[np.int32], chunk: int, step: int) -> tuple[NDArray[np.int16], list[Section]]:
+        return self.profile.scale, []
+
+    def stored_scale(self, parsed: Container, chunk: int, step: int) -> NDArray[np.int16]:
+        return self.profile.scale
+
+    def sections(self) -> list[Section]:
+        return []
+
+
+class _Free:
+    """Coding without a profile (engine.free): each chunk's model is fitted to the chunks before."""
+
+    sequential = True
+    predictor = "layers"
+    curve = free.CURVE
+    table = np.zeros((0, 0), np.float16)
+
+    def __init__(self, shape: tuple[tuple[int, int, int], ...], channels: NDArray[np.int16]) -> None:
+        self.widths = tuple(heads * width for heads, *sides in shape for width in sides)
+        self.starts = np.concatenate([[0], np.cumsum(self.widths)]).astype(np.int32)
+        self.channels, self.gains = channels, free.gain_table(len(shape))
+        self.history = np.zeros((0, self.starts[-1]), np.float32)
+
+    @classmethod
+    def measure(cls, kv: KVCache) -> _Free:
+        return cls(_shape(kv), free.statistics(blocks_of(kv, slice(None)), 2 * kv.layers))
+
+    def model(self) -> near.Model:
+        return free.Model(self.widths, self.channels, self.history)
+
+    def learn(self, decoded: NDArray[np.float32]) -> None:
+        self.history = np.concatenate([self.history[len(decoded) - free.WINDOW :], decoded])[-free.WINDOW :]
+
+    def attention(self, kv: KVCache) -> NDArray[np.float32]:
+        return np.ones((kv.layers, kv.tokens), np.float32)
+
+    def scale(self, symbols: NDArray[np.int32], chunk: int, step: int) -> tuple[NDArray[np.int16], list[Section]]:
+        classes = free.scales(symbols)
+        return free.places(classes, step), [Section(SCALES, chunk, container.pack(classes))]
+
+    def stored_scale(self, parsed: Container, chunk: int, step: int) -> NDArray[np.int16]:
+        stored = container.unpack(parsed.section(SCALES, chunk), np.int8, shape=(int(self.starts[-1]),))
+        return free.places(stored, step)
+
+    def sections(self) -> list[Section]:
+        return [Section(CHANNELS, 0, container.pack(self.channels))]
+
+
+_Mode = _Calibrated | _Free
+
+
+def _stored_mode(parsed: Container, form: _Form, profile: Profile | None) -> _Mode:
+    """What a stream was coded with."""
+    if form.profile is None:
+        total = sum(heads * (k + v) for heads, k, v in form.shape)
+        return _Free(form.shape, container.unpack(parsed.section(CHANNELS), np.int16, shape=(2, total)))
+    if profile is None or profile.fingerprint != form.profile:
+        given = "no profile was given" if profile is None else f"the profile given is {profile.fingerprint}"
+        raise ProfileError(f"the stream was encoded with profile {form.profile}, {given}")
+    if profile.shape != form.shape:
+        raise StreamError("altered: its shape is not its profile's")
+    return _Calibrated(profile)
+
+
 def _near(
-    kv: KVCache, probs: TokenProbs, profile: Profile, index: int, received: Any
+    kv: KVCache, probs: TokenProbs, mode: _Mode, index: int, received: Any
 ) -> tuple[dict[str, Any], list[Section]]:
     """Header and sections of the near tier."""
-    if received is None:
-        attention = estimated_attention(kv, profile.attention)
-    else:
-        attention = importance.checked(received, kv.layers, kv.tokens)
+    attention = mode.attention(kv) if received is None else importance.checked(received, kv.layers, kv.tokens)
     classes = importance.classes(attention)
-    gain = near.gains(profile, classes)
+    gain = near.gains(mode.gains, classes)
     sections = [Section(TOKENS, 0, container.pack(probs.token_ids.astype(np.uint32)))]
-    if profile.predictor == "expectation":
+    if mode.predictor == "expectation":
         probs = _rounded(probs)
         sections.append(Section(TOPK_IDS, 0, container.pack(probs.topk_ids)))
         sections.append(Section(TOPK_PROBS, 0, container.pack(probs.topk_probs.astype(np.float16))))
-    sections.append(Section(CLASSES, 0, near.pack_classes(classes)))
+    sections += [*mode.sections(), Section(CLASSES, 0, near.pack_classes(classes))]
     loss = near.Loss.none()
     chunks = -(-kv.tokens // near.CHUNK)
-    for chunk in range(chunks):
-        start, stop = _chunk_bounds(chunk, kv.tokens)
-        side = _side(profile, probs, gain, index, start, stop)
-        symbols, lost = near.encode_chunk(profile, side, lambda block: block_values(kv, block, slice(start, stop)))  # noqa: B023
-        sections.append(Section(CHUNK, chunk, near.pack_chunk(profile, side, symbols)))
-        loss += lost
+
+    def quantised() -> Iterator[tuple[int, near.Side, NDArray[np.int32]]]:
+        nonlocal loss
+        for chunk in range(chunks):
+            start, stop = _chunk_bounds(chunk, kv.tokens)
+            side = _side(mode, probs, gain, index, start, stop)
+            symbols, decoded, lost = near.encode_chunk(mode.model(), side, blocks_of(kv, slice(start, stop)))
+            mode.learn(decoded)
+            loss += lost
+            yield chunk, side, symbols
+
+    def coded(one: tuple[int, near.Side, NDArray[np.int32]]) -> list[Section]:
+        chunk, side, symbols = one
+        scale, extra = mode.scale(symbols, chunk, index)
+        return [*extra, Section(CHUNK, chunk, near.pack_chunk(scale, mode.starts, side, symbols))]
+
+    for some in _ahead(coded, quantised()):
+        sections += some
     relative = np.sqrt(loss.error / np.maximum(loss.energy, 1e-30))
     header: dict[str, Any] = {
         "tier": "near",
         "dtype": kv.dtype,
         "tokens": kv.tokens,
-        "shape": profile.shape,
-        "profile": profile.fingerprint,
+        "shape": _shape(kv),
+        "profile": mode.profile.fingerprint if isinstance(mode, _Calibrated) else None,
         "steps": [index] * chunks,
         "loss": {
             "keys": _short(relative[0]),
@@ -181,13 +290,29 @@ def _near(
     return header, sections
 
 
-def block_values(kv: KVCache, block: int, tokens: slice) -> NDArray[np.float32]:
-    """A block of a cache, [tokens, channels] float32: all heads side by side, keys before rotation."""
-    layer, is_value = divmod(block, 2)
-    array = (kv.values if is_value else kv.keys)[layer][:, tokens]
-    rope = None if is_value else kv.rope[layer]
-    turned = array if rope is None else rope.undo(array, kv.positions[tokens])
-    return np.ascontiguousarray(turned.transpose(1, 0, 2), np.float32).reshape(turned.shape[1], -1)
+def blocks_of(kv: KVCache, tokens: slice) -> Callable[[int], NDArray[np.float32]]:
+    """The blocks of some tokens of a cache: block -> [tokens, channels] float32, keys before rotation."""
+    turns = Turns(kv.positions[tokens])
+
+    def values(block: int) -> NDArray[np.float32]:
+        layer, is_value = divmod(block, 2)
+        if is_value:
+            return turns.to_block(kv.values[layer][:, tokens], None)
+        return turns.to_block(kv.keys[layer][:, tokens], kv.rope[layer])
+
+    return values
+
+
+def _ahead(function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
+    """map(function, items), the function in a thread of its own: it works on one item while the next is made."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting: deque[Future[_Out]] = deque()
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > 2:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def estimated_attention(kv: KVCache, weights: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -202,7 +327,8 @@ def estimated_attention(kv: KVCache, weights: NDArray[np.float32]) -> NDArray[np
 
 def attention_features(kv: KVCache, layer: int, tokens: slice) -> NDArray[np.float32]:
     """[tokens, channels + 1]: un-rotated key, value, and 1."""
-    key, value = block_values(kv, 2 * layer, tokens), block_values(kv, 2 * layer + 1, tokens)
+    values = blocks_of(kv, tokens)
+    key, value = values(2 * layer), values(2 * layer + 1)
     return np.concatenate([key, value, np.ones((len(key), 1), np.float32)], axis=1)
 
 
@@ -238,6 +364,11 @@ class _Form:
             raise StreamError("altered: positions do not increase")
 
 
+def _shape(kv: KVCache) -> tuple[tuple[int, int, int], ...]:
+    """For each layer (kv_heads, key width, value width)."""
+    return tuple((k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(kv.keys, kv.values, strict=True))
+
+
 def _count(value: Any, most: int = 1 << 20) -> int:
     if not isinstance(value, int) or not 1 <= value <= most:
         raise StreamError(f"altered: {value!r} where a number from 1 to {most} is expected")
@@ -263,10 +394,10 @@ def _rounded(probs: TokenProbs) -> TokenProbs:
     return TokenProbs(probs.token_ids, probs.topk_ids, np.minimum(rounded, 1.0), probs.surprisal)
 
 
-def _stored_probs(parsed: Container, form: _Form, profile: Profile) -> TokenProbs:
+def _stored_probs(parsed: Container, form: _Form, predictor: str) -> TokenProbs:
     ids = container.unpack(parsed.section(TOKENS), np.uint32, shape=(form.tokens,))
     try:
-        if profile.predictor != "expectation":
+        if predictor != "expectation":
             return TokenProbs.from_tokens(ids)
         topk = container.unpack(parsed.section(TOPK_IDS), np.int32, max_items=form.tokens * 1024)
         rows = container.unpack(parsed.section(TOPK_PROBS), np.float16, shape=topk.shape).astype(np.float32)
@@ -275,14 +406,14 @@ def _stored_probs(parsed: Container, form: _Form, profile: Profile) -> TokenProb
         raise StreamError(f"altered: {error}") from error
 
 
-def _side(profile: Profile, probs: TokenProbs, gain: NDArray[np.int8], step: int, start: int, stop: int) -> near.Side:
+def _side(mode: _Mode, probs: TokenProbs, gain: NDArray[np.int8], step: int, start: int, stop: int) -> near.Side:
     part = TokenProbs(
         probs.token_ids[start:stop],
         probs.topk_ids[start:stop],
         probs.topk_probs[start:stop],
         probs.surprisal[start:stop],
     )
-    rows, index = prediction.token_rows(profile.table, part, profile.predictor)
+    rows, index = prediction.token_rows(mode.table, part, mode.predictor)
     return near.Side(rows, index, np.ascontiguousarray(gain[:, start:stop]), step, first=start == 0)
 
 
@@ -297,20 +428,3 @@ def _range(part: slice | None, size: int, what: str) -> range:
     if len(out) == 0:
         raise CacheError(f"nothing is left: {what} {part} of {size}")
     return out
-
-
-def _store(
-    decoded: NDArray[np.float32],
-    into: NDArray[np.floating],
-    rope: Rope | None,
-    positions: NDArray[np.int64],
-    dtype: str,
-) -> None:
-    """Write [tokens, channels] to [heads, tokens, width], keys rotated, as near as the dtype can hold it."""
-    heads, tokens, width = into.shape
-    out = decoded.reshape(tokens, heads, width).transpose(1, 0, 2)
-    if rope is not None:
-        out = rope.apply(out, positions)
-    if dtype == "float16":
-        out = np.clip(out, -65504, 65504)
-    into[...] = out

@@ -7,8 +7,9 @@ predicted from blocks already decoded, the encoder using what the decoder will h
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import zstandard
@@ -16,12 +17,31 @@ from numpy.typing import NDArray
 
 from seqkv.engine import importance, quantiser
 from seqkv.engine.errors import StreamError
-from seqkv.engine.profile import Profile
 from seqkv.entropy_coding import CorruptGroup, decode_group, encode_group
 
 CHUNK = 256  # tokens
 
 _LENGTH = struct.Struct("<I")
+
+
+Maps = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
+"""Weights, bias and inverse transform of a block."""
+
+
+class Model(Protocol):
+    """What blocks are predicted and transformed with: a Profile, or what `free` fits to the tokens before a chunk."""
+
+    @property
+    def widths(self) -> tuple[int, ...]: ...
+    @property
+    def starts(self) -> NDArray[np.int32]: ...
+    @property
+    def sink_bias(self) -> NDArray[np.float32]: ...
+    @property
+    def maps(self) -> list[Maps]: ...
+    @property
+    def forward(self) -> list[NDArray[np.float32]]: ...
+    def sources(self, block: int) -> range: ...
 
 
 @dataclass(frozen=True)
@@ -72,127 +92,134 @@ class Loss:
         )
 
 
-def gains(profile: Profile, classes: NDArray[np.uint8]) -> NDArray[np.int8]:
-    """Gain indices [blocks, tokens] of importance classes [layers, tokens]."""
-    by_side = np.take_along_axis(profile.gains, classes[None].astype(np.intp), axis=2)
+def gains(table: NDArray[np.int8], classes: NDArray[np.uint8]) -> NDArray[np.int8]:
+    """Gain indices [blocks, tokens] of importance classes [layers, tokens]; table [2, layers, classes]."""
+    by_side = np.take_along_axis(table, classes[None].astype(np.intp), axis=2)
     return np.ascontiguousarray(by_side.transpose(1, 0, 2)).reshape(-1, classes.shape[1])
 
 
-def predicted(profile: Profile, block: int, side: Side, decoded: dict[int, NDArray[np.float32]]) -> NDArray[np.float32]:
-    """What `block` is expected to hold, [tokens, channels]."""
-    weights, bias, _ = profile.maps[block]
+def predicted(model: Model, block: int, side: Side, decoded: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What `block` is expected to hold, [tokens, channels]. decoded [tokens, coefs]: all blocks, those before known."""
+    weights, bias, _ = model.maps[block]
     rank = side.rows.shape[1]
     out = (side.rows @ weights[:rank] + bias)[side.index]
-    before = [decoded[b] for b in profile.sources(block)]
-    if before:
-        out += np.concatenate(before, axis=1) @ weights[rank:]
+    before = model.sources(block)
+    if len(before):
+        out += decoded[:, model.starts[before.start] : model.starts[before.stop]] @ weights[rank:]
     if side.first:
-        start, end = profile.starts[block : block + 2]
-        out[: importance.SINKS] += profile.sink_bias[: len(out), start:end]
+        start, end = model.starts[block : block + 2]
+        out[: importance.SINKS] += model.sink_bias[: len(out), start:end]
     return out
 
 
 def encode_chunk(
-    profile: Profile, side: Side, values: Callable[[int], NDArray[np.float32]]
-) -> tuple[NDArray[np.int32], Loss]:
-    """Symbols [tokens, coefs] of a chunk. values(block) -> [tokens, channels] float32, asked for in order, once each."""
-    tokens = side.gain.shape[1]
-    symbols = np.empty((tokens, profile.starts[-1]), np.int32)
-    decoded: dict[int, NDArray[np.float32]] = {}
+    model: Model, side: Side, values: Callable[[int], NDArray[np.float32]]
+) -> tuple[NDArray[np.int32], NDArray[np.float32], Loss]:
+    """Symbols [tokens, coefs] of a chunk, its decoded blocks side by side, and what quantisation lost.
+
+    values(block) -> [tokens, channels] float32; asked for in order, once each.
+    """
+    tokens, total = side.gain.shape[1], int(model.starts[-1])
+    symbols, decoded = np.empty((tokens, total), np.int32), np.empty((tokens, total), np.float32)
     loss = Loss(0.0, np.zeros(2), np.zeros(2), tokens)
-    every = np.ones(tokens, np.float32)
-    energy = quantiser.step_size(side.step) ** 2
-    for block, width in enumerate(profile.widths):
-        true, steps = values(block), side.token_steps(block)
-        out = predicted(profile, block, side, decoded)
-        coefs = symbols[:, profile.starts[block] :][:, :width]
-        loss.fisher += energy * quantiser.quantise((true - out) @ profile.forward[block], 1 / steps, coefs, every)
+    for block in range(len(model.widths)):
+        start, end = model.starts[block : block + 2]
+        true, steps, coefs = values(block), side.token_steps(block), symbols[:, start:end]
+        out = predicted(model, block, side, decoded)
+        fineness = (1 / steps).astype(np.float32)
+        residual = np.asarray((true - out) @ model.forward[block], np.float32)
+        loss.fisher += quantiser.quantise(residual, fineness, coefs)
         live = np.flatnonzero(coefs.any(axis=0))
-        out += (coefs[:, live] * steps[:, None]) @ profile.maps[block][2][live]
-        decoded[block] = out
-        decoded.pop(block - 2 * (profile.depth + 1), None)
-        loss.error[block % 2] += np.square(true - out).sum()
-        loss.energy[block % 2] += np.square(true - true.mean(axis=0)).sum()
-    return symbols, loss
+        out += quantiser.dequantise(coefs[:, live], steps) @ model.maps[block][2][live]
+        decoded[:, start:end] = out
+        loss.error[block % 2] += _energy(true - out)
+        loss.energy[block % 2] += _energy(true - true.mean(axis=0))
+    loss.fisher *= quantiser.step_size(side.step) ** 2
+    return symbols, decoded, loss
+
+
+def _energy(x: NDArray[np.float32]) -> float:
+    return float(np.vdot(x, x))
 
 
 def decode_chunk(
-    profile: Profile, side: Side, symbols: NDArray[np.int32], live: NDArray[np.intp], layers: int
-) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """(block, decoded [tokens, channels]) of the first `layers` layers, in order.
+    model: Model, side: Side, symbols: NDArray[np.int32], live: NDArray[np.intp], layers: int
+) -> NDArray[np.float32]:
+    """Decoded blocks of the first `layers` layers, side by side: [tokens, channels of all of them].
 
     symbols [tokens, len(live)]: of the coefficients `live`, increasing; the others are zero.
     """
-    decoded: dict[int, NDArray[np.float32]] = {}
-    bounds = np.searchsorted(live, profile.starts)
+    decoded = np.empty((side.gain.shape[1], model.starts[2 * layers]), np.float32)
+    bounds = np.searchsorted(live, model.starts)
     for block in range(2 * layers):
-        out = predicted(profile, block, side, decoded)
-        first, last = bounds[block], bounds[block + 1]
+        start, end = model.starts[block : block + 2]
+        out = predicted(model, block, side, decoded)
+        first, last = bounds[block : block + 2]
         if first < last:
-            rows = live[first:last] - profile.starts[block]
-            out += (symbols[:, first:last] * side.token_steps(block)[:, None]) @ profile.maps[block][2][rows]
-        decoded[block] = out
-        decoded.pop(block - 2 * (profile.depth + 1), None)
-        yield block, out
+            residual = quantiser.dequantise(symbols[:, first:last], side.token_steps(block))
+            out += residual @ model.maps[block][2][live[first:last] - start]
+        decoded[:, start:end] = out
+    return decoded
 
 
-def pack_chunk(profile: Profile, side: Side, symbols: NDArray[np.int32]) -> bytes:
-    """A chunk's symbols as bytes: u32 length of the map of live coefficients, the map, the coded group."""
-    live = symbols.any(axis=0)
-    # in the order of calibrated variance the map is one run of ones, a mixed part, and one of zeros
-    order = np.argsort(-profile.scale, kind="stable")
-    bitmap = zstandard.ZstdCompressor(level=19).compress(np.packbits(live[order]).tobytes())
+def pack_chunk(scale: NDArray[np.int16], starts: NDArray[np.int32], side: Side, symbols: NDArray[np.int32]) -> bytes:
+    """A chunk's symbols as bytes: u32 length of the map of live coefficients, the map, the coded group.
+
+    scale [coefs]: place of each coefficient on the coder's scale axis at step 1 and gain 1; starts [blocks + 1].
+    """
+    live = np.asarray(symbols.any(axis=0))
+    # in the order of expected variance the map is one run of ones, a mixed part, and one of zeros
+    bitmap = zstandard.ZstdCompressor(level=19).compress(np.packbits(live[_by_variance(scale)]).tobytes())
     index = np.flatnonzero(live)
-    group = encode_group(symbols[:, index], *_contexts(profile, side, index))
+    group = encode_group(symbols[:, index], *_contexts(scale, starts, side, index))
     return _LENGTH.pack(len(bitmap)) + bitmap + group
 
 
 def unpack_chunk(
-    profile: Profile, side: Side, data: memoryview, layers: int
+    scale: NDArray[np.int16], starts: NDArray[np.int32], side: Side, data: memoryview, layers: int
 ) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
     """Symbols of the live coefficients of the first `layers` layers, and which these are. StreamError on damage."""
-    total = int(profile.starts[-1])
+    total = int(starts[-1])
     bitmap_bytes = (total + 7) // 8
     if len(data) < _LENGTH.size:
         raise StreamError("truncated chunk")
     (length,) = _LENGTH.unpack(data[: _LENGTH.size])
+    frame, group = data[_LENGTH.size : _LENGTH.size + length], data[_LENGTH.size + length :]
     try:
-        frame = data[_LENGTH.size : _LENGTH.size + length]
         if zstandard.get_frame_parameters(frame).content_size != bitmap_bytes:
             raise StreamError("altered chunk: its map has the wrong size")
         bitmap = zstandard.ZstdDecompressor().decompress(frame, max_output_size=bitmap_bytes)
-        order = np.argsort(-profile.scale, kind="stable")
         live = np.zeros(total, bool)
-        live[order] = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=total).astype(bool)
+        live[_by_variance(scale)] = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=total).astype(bool)
         index = np.flatnonzero(live)
-        group = data[_LENGTH.size + length :]
-        symbols = decode_group(group, side.gain.shape[1], *_contexts(profile, side, index), segments=2 * layers)
+        contexts = _contexts(scale, starts, side, index)
+        symbols = decode_group(group, side.gain.shape[1], *contexts, segments=2 * layers)
     except (zstandard.ZstdError, CorruptGroup) as error:
         raise StreamError(f"altered chunk: {error}") from error
     return symbols, index[: symbols.shape[1]]
 
 
+def _by_variance(scale: NDArray[np.int16]) -> NDArray[np.intp]:
+    return np.argsort(-scale.astype(np.int32), kind="stable")
+
+
 def _contexts(
-    profile: Profile, side: Side, live: NDArray[np.intp]
+    scale: NDArray[np.int16], starts: NDArray[np.int32], side: Side, live: NDArray[np.intp]
 ) -> tuple[NDArray[np.int16], NDArray[np.int16], NDArray[np.int32]]:
     """Where the coder's contexts start: base [live], offset [tokens, blocks], segment starts [blocks + 1]."""
-    base = profile.scale[live].astype(np.int32) + quantiser.step_units(side.step)
+    base = np.clip(scale[live].astype(np.int32) + quantiser.step_units(side.step), -(2**15), 2**15 - 1)
     offset = np.ascontiguousarray(quantiser.gain_units(side.gain).T)
-    return (
-        np.clip(base, -(2**15), 2**15 - 1).astype(np.int16),
-        offset,
-        np.searchsorted(live, profile.starts).astype(np.int32),
-    )
+    return base.astype(np.int16), offset, np.searchsorted(live, starts).astype(np.int32)
 
 
-_CLASS_STEP = importance.LEVELS // 2
+_MIDDLE = importance.LEVELS // 2
 _CLASS_SCALE = (1.5, 0.4)  # mean change of class: of the first layer from the middle, of others from the layer below
 
 
 def pack_classes(classes: NDArray[np.uint8]) -> bytes:
     """Importance classes [layers, tokens] as a coded group; those of sinks follow from their place and are left out."""
-    plain = np.where(classes < importance.LEVELS, classes, _CLASS_STEP).astype(np.int32)
-    change = np.diff(plain, axis=0, prepend=np.int32(_CLASS_STEP))
+    plain = np.where(classes < importance.LEVELS, classes, _MIDDLE).astype(np.int32)
+    change = np.diff(plain, axis=0, prepend=np.int32(_MIDDLE))
     return encode_group(np.ascontiguousarray(change.T), *_class_contexts(*classes.shape))
 
 
@@ -202,7 +229,7 @@ def unpack_classes(data: memoryview, layers: int, tokens: int) -> NDArray[np.uin
         change = decode_group(data, tokens, *_class_contexts(layers, tokens))
     except CorruptGroup as error:
         raise StreamError(f"altered importance classes: {error}") from error
-    plain = np.cumsum(change.T, axis=0, dtype=np.int64) + _CLASS_STEP
+    plain = np.cumsum(change.T, axis=0, dtype=np.int64) + _MIDDLE
     if plain.min() < 0 or plain.max() >= importance.LEVELS:
         raise StreamError("altered importance classes: out of range")
     out = plain.astype(np.uint8)

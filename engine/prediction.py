@@ -1,8 +1,8 @@
 """Prediction: what a block of a cache is expected to hold, from what the decoder already has.
 
-A block is the keys or the values of one layer, K_0, V_0, K_1, V_1, ... in this order, [tokens, channels]: all heads side
-by side, keys before rotation. Its features are the token (a row of the token table), the decoded keys and values of the
-layers before, and for values the decoded keys of their own layer. The map is linear and fitted on decoded features.
+A block is the keys or the values of one layer, K_0, V_0, K_1, V_1, ... in this order, [tokens, channels]: all heads
+side by side, keys before rotation. Its features are the token (a row of the token table), the decoded keys and values
+of the layers before, and for values the decoded keys of their own layer. The map is linear, fitted on what is decoded.
 
 arXiv 2604.15356, layer 2, predicts with the expectation over the model's next-token distribution; the token itself is
 known when its cache is stored and predicts better. Both are one operation, `accumulate`: sum over k of p_k * row_k.
@@ -11,7 +11,7 @@ known when its cache is stored and predicts better. Both are one operation, `acc
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 from numpy.typing import NDArray
 
 from seqkv.engine.errors import ProbsError
@@ -26,13 +26,11 @@ def uses_token(predictor: str) -> bool:
     return predictor in ("expectation", "token", "all")
 
 
-def sources(block: int, predictor: str, depth: int) -> list[int]:
-    """The decoded blocks that predict `block`: for values their own layer's keys, then `depth` layers before."""
+def sources(block: int, predictor: str, depth: int) -> range:
+    """The decoded blocks that predict `block`: those of `depth` layers before, and for values their layer's keys."""
     if predictor not in ("layers", "all"):
-        return []
-    layer, is_value = divmod(block, 2)
-    own = [block - 1] if is_value else []
-    return own + [2 * (layer - back) + side for back in range(1, depth + 1) if layer >= back for side in (0, 1)]
+        return range(block, block)
+    return range(2 * max(0, block // 2 - depth), block)
 
 
 def token_rows(
@@ -58,7 +56,7 @@ def token_rows(
     return rows, index
 
 
-@njit(cache=True, parallel=True)
+@njit(cache=True, nogil=True)
 def accumulate(rows: NDArray[np.float32], index: NDArray[np.intp], weights: NDArray[np.float32]) -> NDArray[np.float32]:
     """Predicted-KV accumulation: out[t] = sum over k of weights[t, k] * rows[index[t, k]].
 
@@ -66,7 +64,7 @@ def accumulate(rows: NDArray[np.float32], index: NDArray[np.intp], weights: NDAr
     order of k.
     """
     out = np.zeros((index.shape[0], rows.shape[1]), np.float32)
-    for t in prange(index.shape[0]):
+    for t in range(index.shape[0]):
         for k in range(index.shape[1]):
             p = weights[t, k]
             row = index[t, k]

@@ -77,7 +77,15 @@ class Profile:
             inputs = rank + sum(self.widths[i] for i in self.sources(b))
             if self.weights[b].shape != (inputs, width) or self.inverse[b].shape != (width, width):
                 raise ProfileError(f"profile: the matrices of block {b} do not fit {inputs} features, {width} channels")
-        arrays = [self.table, *self.weights, self.bias, self.sink_bias, *self.inverse, self.attention, self.curve]
+        arrays: list[NDArray[Any]] = [
+            self.table,
+            *self.weights,
+            self.bias,
+            self.sink_bias,
+            *self.inverse,
+            self.attention,
+            self.curve,
+        ]
         if not all(np.isfinite(a).all() for a in arrays):
             raise ProfileError("profile: it holds NaN or infinity; calibrate again")
 
@@ -91,7 +99,7 @@ class Profile:
         """First coefficient of each block, and their number: [B + 1]."""
         return np.concatenate([[0], np.cumsum(self.widths)]).astype(np.int32)
 
-    def sources(self, block: int) -> list[int]:
+    def sources(self, block: int) -> range:
         """The decoded blocks that predict a block."""
         return prediction.sources(block, self.predictor, self.depth)
 
@@ -129,7 +137,7 @@ class Profile:
     def save(self, path: str | Path) -> None:
         """Write it as a safetensors file, whole or not at all."""
         path = Path(path)
-        tensors = {
+        tensors: dict[str, NDArray[Any]] = {
             "table": self.table,
             "bias": self.bias,
             "sink_bias": self.sink_bias,

@@ -63,25 +63,27 @@ def quantised(scaled: float) -> int:
 
 
 @njit(cache=True, nogil=True)
-def quantise(
-    residual: NDArray[np.float32],
-    fineness: NDArray[np.float32],
-    symbols: NDArray[np.int32],
-    weight: NDArray[np.float32],
-) -> float:
-    """Quantise a block.
+def quantise(residual: NDArray[np.float32], fineness: NDArray[np.float32], symbols: NDArray[np.int32]) -> float:
+    """Quantise a block: symbols [tokens, coefs] int32 are written.
 
-    residual [tokens, coefs] float32, fineness [tokens] float32: 1 / step of each token, symbols [tokens, coefs] int32:
-    written, weight [tokens]: of each token in the sum returned.
-    Returns the sum of weight * (error in steps)^2.
+    residual [tokens, coefs] float32; fineness [tokens] float32: 1 / step of each token.
+    Returns the sum of (error in steps)^2.
     """
     total = 0.0
     for t in range(residual.shape[0]):
-        row = 0.0
         for j in range(residual.shape[1]):
             scaled = residual[t, j] * fineness[t]
             q = quantised(scaled)
             symbols[t, j] = q
-            row += (scaled - q) * (scaled - q)
-        total += weight[t] * row
+            total += (scaled - q) * (scaled - q)
     return total
+
+
+@njit(cache=True, nogil=True)
+def dequantise(symbols: NDArray[np.int32], steps: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Residual [tokens, coefs] float32 of symbols [tokens, coefs]: each times its token's step, [tokens]."""
+    out = np.empty(symbols.shape, np.float32)
+    for t in range(symbols.shape[0]):
+        for j in range(symbols.shape[1]):
+            out[t, j] = symbols[t, j] * steps[t]
+    return out

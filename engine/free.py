@@ -1,0 +1,119 @@
+"""Calibration-free coding: the near tier with a model of each chunk that both sides fit to the tokens decoded before.
+
+Nothing is known of the cache but what the stream says: mean and scale of each channel (sent), and, from the second
+chunk on, how layers predict each other (fitted by ridge regression on decoded tokens, not sent). A chunk therefore
+needs those before it. What the two sides fit may differ in the last bits of a float; symbols and contexts do not
+depend on it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqkv.engine import importance, prediction, quantiser
+
+WINDOW = 768  # decoded tokens that a chunk's model is fitted to
+DEPTH = 1
+RIDGE = 100.0  # tokens' worth of belief that layers do not predict each other
+SCALES_PER_OCTAVE = 4
+MEANS_PER_SCALE = 8
+"""Channel scales are powers of 2 ** (1/4), means multiples of an eighth of the scale: both are sent as integers."""
+
+_SMALLEST = 2.0**-40  # scale of a channel that never changes
+
+CURVE = np.array([[6.0, -3.84], [22.0, -6.64]])
+"""Step index and log2 of the KL in nats, as in Profile.curve: measured on SmolLM2-135M, taken for any model."""
+
+
+def gain_table(layers: int) -> NDArray[np.int8]:
+    """Gain indices [2, layers, importance.CLASSES]: the square of attention received is a token's energy."""
+    octaves = np.arange(importance.LEVELS) - importance.LEVELS // 2
+    plain = np.clip(quantiser.GAINS_PER_OCTAVE * octaves - 2, 0, 24)
+    return np.tile(np.concatenate([plain, (24, 12, 8, 8)]).astype(np.int8), (2, layers, 1))
+
+
+def statistics(values: Callable[[int], NDArray[np.float32]], blocks: int) -> NDArray[np.int16]:
+    """Scale and mean of each channel as integers, [2, coefs]; values(block) -> [tokens, channels] of the whole cache.
+
+    Keys have a scale for each channel, the values of a layer one together: errors of values add up over channels.
+    """
+    scales, means = [], []
+    for block in range(blocks):
+        x = values(block)
+        deviation = x.std(axis=0, dtype=np.float64)
+        if block % 2:
+            deviation = np.full_like(deviation, np.sqrt(np.mean(deviation**2)))
+        exponent = np.rint(np.log2(np.maximum(deviation, _SMALLEST)) * SCALES_PER_OCTAVE)
+        scales.append(exponent)
+        means.append(np.rint(x.mean(axis=0, dtype=np.float64) / _unit(exponent) * MEANS_PER_SCALE))
+    return np.clip([np.concatenate(scales), np.concatenate(means)], -(2**15), 2**15 - 1).astype(np.int16)
+
+
+def _unit(exponent: NDArray[np.number]) -> NDArray[np.float64]:
+    return np.exp2(np.clip(exponent.astype(np.float64) / SCALES_PER_OCTAVE, -64, 64))
+
+
+class Model:
+    """A near.Model of one chunk.
+
+    widths: of the blocks. channels: as `statistics` gives them. history [tokens, coefs]: the decoded tokens before,
+    the last WINDOW of them at most.
+    """
+
+    def __init__(self, widths: tuple[int, ...], channels: NDArray[np.int16], history: NDArray[np.float32]) -> None:
+        self.widths = widths
+        self.starts = np.concatenate([[0], np.cumsum(widths)]).astype(np.int32)
+        self.sink_bias = np.zeros((importance.SINKS, self.starts[-1]), np.float32)
+        self.unit = _unit(channels[0]).astype(np.float32)
+        self.mean = (channels[1] * self.unit / MEANS_PER_SCALE).astype(np.float32)
+        self.fitted = len(history) > 0
+        self.maps = [self._map(b, history) for b in range(len(widths))]
+
+    def sources(self, block: int) -> range:
+        """The decoded blocks that predict a block: none while nothing is decoded."""
+        return prediction.sources(block, "layers" if self.fitted else "mean", DEPTH)
+
+    @functools.cached_property
+    def forward(self) -> list[NDArray[np.float32]]:
+        """Values to coefficients, for each block."""
+        return [np.diag(1 / self.unit[self._columns(b)]) for b in range(len(self.widths))]
+
+    def _columns(self, block: int) -> slice:
+        return slice(int(self.starts[block]), int(self.starts[block + 1]))
+
+    def _map(
+        self, block: int, history: NDArray[np.float32]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+        """Weights, bias and inverse transform of a block."""
+        here = self._columns(block)
+        before = self.sources(block)
+        first, last = int(self.starts[before.start]), int(self.starts[before.stop])
+        back = np.diag(self.unit[here])
+        if first == last:
+            return np.zeros((0, self.widths[block]), np.float32), self.mean[here], back
+        x = (history[:, first:last] - self.mean[first:last]) / self.unit[first:last]
+        y = (history[:, here] - self.mean[here]) / self.unit[here]
+        gram = (x.T @ x).astype(np.float64)
+        gram[np.diag_indices_from(gram)] += RIDGE
+        w = np.linalg.solve(gram, (x.T @ y).astype(np.float64)).astype(np.float32)
+        w = w / self.unit[first:last, None] * self.unit[here]
+        return w, self.mean[here] - self.mean[first:last] @ w, back
+
+
+def scales(symbols: NDArray[np.int32]) -> NDArray[np.int8]:
+    """Class of each coefficient of a chunk on the coder's scale axis, [coefs], from symbols [tokens, coefs]."""
+    mean = np.abs(symbols).mean(axis=0, dtype=np.float64)
+    # below about one step rounding hides what is there: a Laplace density of scale s has mean |q| = 1 / (2 sinh(1/2s))
+    scale = 0.5 / np.arcsinh(0.5 / np.maximum(mean, 0.25 / len(symbols)))
+    return np.clip(np.rint((np.log2(scale) + 6) * SCALES_PER_OCTAVE), 0, 63).astype(np.int8)
+
+
+def places(classes: NDArray[np.int8], step: int) -> NDArray[np.int16]:
+    """Places on the scale axis at step 1, from the classes that `scales` gave at step index `step`."""
+    units = quantiser.UNITS_PER_OCTAVE // SCALES_PER_OCTAVE
+    at_step = classes.astype(np.int32) * units + units // 2 - quantiser.step_units(step)
+    return np.clip(at_step, -(2**15), 2**15 - 1).astype(np.int16)
