@@ -238,6 +238,31 @@ def test_what_a_slice_may_be(small: bytes, profile: Profile) -> None:
         engine.decode(small, profile=profile, tokens=slice(0, 10, 2))
 
 
+# without a profile
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 256, 257, 600])
+def test_without_a_profile(tokens: int, sample: Callable[..., Any]) -> None:
+    s = sample(tokens)
+    stream = engine.encode(s.kv, s.probs, step=2.0**-14, importance=s.importance)
+    whole = engine.decode(stream)
+    assert error(s.kv, whole) < 1e-2
+    part = engine.decode(stream, tokens=slice(tokens // 2, None), layers=slice(1, 3))
+    assert error(part_of(whole, slice(tokens // 2, None), slice(1, 3)), part) < 1e-5
+
+
+def test_without_a_profile_channels_may_stand_still(sample: Callable[..., Any]) -> None:
+    s = sample(300, rope=None)
+    keys, values = [k.copy() for k in s.kv.keys], [v.copy() for v in s.kv.values]
+    for layer, constant in enumerate((5.0, 0.0, -300.0)):
+        keys[layer][1, :, 3] = constant
+        values[layer][:] = constant
+    kv = KVCache(keys, values)
+    decoded = engine.decode(engine.encode(kv, s.probs, step=2.0**-10, importance=s.importance))
+    for one, other in zip(kv.keys + kv.values, decoded.keys + decoded.values, strict=True):
+        np.testing.assert_allclose(one, other, atol=0.05, rtol=1e-3)
+
+
 # sameness
 
 
