@@ -232,6 +232,7 @@ def write_png(found: list[Point], path: Path) -> bool:
         axes.annotate(
             point.setting, (point.bits_per_value, point.kl), textcoords="offset points", xytext=(7, 5), fontsize=8
         )
+    axes.margins(0.1)  # room for what is written beside the points
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

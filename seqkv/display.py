@@ -78,6 +78,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
         shown.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         shown.add_row(*row)
-    console = Console()
-    # a file or a pipe has no width: nothing may be folded there
-    console.print(shown, markup=False) if console.is_terminal else Console(width=200).print(shown, markup=False)
+    console = Console(markup=False)  # names may hold brackets
+    if not console.is_terminal:  # a file or a pipe has no width: nothing may be folded there
+        console = Console(markup=False, width=200)
+    console.print(shown)

@@ -188,6 +188,12 @@ def test_help_needs_no_model_library() -> None:
     assert "calibrate" in done.stdout
 
 
+def test_table_takes_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    display.table("a [b]", ("name [c]", "n"), [("d [e]", "1")])
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("a [b]", "name [c]", "d [e]"))
+
+
 def test_display_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setitem(sys.modules, "rich.console", None)
