@@ -267,7 +267,7 @@ def _positions(positions: Any, tokens: int) -> NDArray[np.int64]:
     if given.shape != (tokens,) or given.dtype.kind not in "iu":
         raise CacheError(f"positions: expected {tokens} integers, got {given.dtype} of shape {given.shape}")
     out = given.astype(np.int64)
-    if out[0] < 0 or (np.diff(out) <= 0).any():
+    if out[0] < 0 or (out[1:] <= out[:-1]).any():
         raise CacheError("positions must be strictly increasing and not negative")
     return out
 

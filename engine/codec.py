@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqkv.engine import container, free, importance, near, prediction, quantiser, rate_control
+from seqkv.engine.arrays import round_to_bfloat16
 from seqkv.engine.cache import ITEM_BYTES, KVCache, Rope
 from seqkv.engine.container import Buffer, Container, Section
 from seqkv.engine.errors import CacheError, ProbsError, ProfileError, SeqkvError, StreamError
@@ -63,7 +64,7 @@ def encode(
     mode = _Calibrated(profile, kv) if profile is not None else _Free.measure(kv)
     index = quantiser.step_index(step) if step is not None else rate_control.step_for(mode.curve, kl)
     header, sections = _near(kv, probs, mode, index, importance)
-    requested = None if step is not None else kl
+    requested = None if step is not None else float(kl)
     header["kl"] = {"requested": requested, "expected": _short(rate_control.kl_at(mode.curve, index))}
     return container.write(header, sections)
 
@@ -92,7 +93,10 @@ def decode(
     coded = len(form.shape) if mode.sequential else depth.stop  # layers that must be decoded
 
     def unpack(chunk: int) -> tuple[near.Side, NDArray[np.int32], NDArray[np.intp]]:
-        side = _side(mode, probs, gain, form.steps[chunk], *_chunk_bounds(chunk, form.tokens))
+        try:
+            side = _side(mode, probs, gain, form.steps[chunk], *_chunk_bounds(chunk, form.tokens))
+        except ProbsError as error:
+            raise StreamError(f"altered: {error}") from error
         scale = mode.stored_scale(parsed, chunk, side.step)
         return side, *near.unpack_chunk(scale, mode.starts, side, parsed.section(CHUNK, chunk), coded)
 
@@ -110,13 +114,15 @@ def decode(
             into = (values if is_value else keys)[layer - depth.start][:, place]
             columns = slice(*mode.starts[block : block + 2])
             turns.to_heads(decoded[part, columns], None if is_value else form.rope[layer], into)
-    return KVCache(
-        keys,
-        values,
-        positions=form.positions[wanted.start : wanted.stop],
-        rope=form.rope[depth.start : depth.stop],
-        dtype=form.dtype,
-    )
+            if form.dtype == "bfloat16":
+                into[...] = round_to_bfloat16(into)
+    positions, ropes = form.positions[wanted.start : wanted.stop], form.rope[depth.start : depth.stop]
+    try:
+        kv = KVCache(keys, values, positions=positions, rope=ropes)
+    except CacheError as error:  # numbers that no cache led to
+        raise StreamError(f"altered: {error}") from error
+    kv.dtype = form.dtype  # rounded above, a chunk at a time: KVCache would need a second copy
+    return kv
 
 
 def inspect(stream: Buffer) -> dict[str, Any]:
@@ -315,7 +321,7 @@ def _ahead(function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_O
             yield waiting.popleft().result()
 
 
-def estimated_attention(kv: KVCache, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+def estimated_attention(kv: KVCache, weights: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
     """Attention received, [layers, tokens], estimated from keys and values (Profile.attention)."""
     out = np.empty((kv.layers, kv.tokens), np.float32)
     for start in range(0, kv.tokens, near.CHUNK):
@@ -348,20 +354,28 @@ class _Form:
             self.steps = [int(i) for i in header["steps"]]
             ropes = [None if r is None else Rope.from_dict(r) for r in header["ropes"]]
             self.rope = [ropes[i] for i in header["rope"]] if len(ropes) > 1 else ropes * len(self.shape)
+            self._check()  # before anything of their size is made
             if header.get("positions") == "arange":
                 self.positions = np.arange(self.tokens, dtype=np.int64)
             else:
                 self.positions = container.unpack(parsed.section(POSITIONS), np.int64, shape=(self.tokens,))
         except StreamError:
             raise
-        except (SeqkvError, KeyError, IndexError, TypeError, ValueError) as error:
+        except (SeqkvError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise StreamError(f"altered: the header cannot be understood: {error!r}") from error
+        if (self.positions[1:] <= self.positions[:-1]).any() or self.positions[0] < 0:
+            raise StreamError("altered: positions do not increase")
+
+    def _check(self) -> None:
+        """StreamError unless the numbers fit together."""
         chunks = -(-self.tokens // near.CHUNK)
         fine = all(rate_control.COARSEST <= i <= rate_control.FINEST for i in self.steps)
         if not self.shape or len(self.rope) != len(self.shape) or len(self.steps) != chunks or not fine:
             raise StreamError("altered: the header contradicts itself")
-        if (np.diff(self.positions) <= 0).any() or self.positions[0] < 0:
-            raise StreamError("altered: positions do not increase")
+        for rope, (_, width, _) in zip(self.rope, self.shape, strict=True):
+            # the compiled rotation does not check its indices
+            if rope is not None and rope.rotary_dim > width:
+                raise StreamError(f"altered: a rope turns {rope.rotary_dim} channels, the keys have {width}")
 
 
 def _shape(kv: KVCache) -> tuple[tuple[int, int, int], ...]:
@@ -375,8 +389,8 @@ def _count(value: Any, most: int = 1 << 20) -> int:
     return value
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
+def _short(value: float) -> float | None:
+    return float(f"{value:.4g}") if np.isfinite(value) else None
 
 
 def _rope_header(ropes: list[Rope | None]) -> dict[str, Any]:

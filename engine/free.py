@@ -23,7 +23,8 @@ SCALES_PER_OCTAVE = 4
 MEANS_PER_SCALE = 8
 """Channel scales are powers of 2 ** (1/4), means multiples of an eighth of the scale: both are sent as integers."""
 
-_SMALLEST = 2.0**-40  # scale of a channel that never changes
+_SMALLEST = 2.0**-40  # scale of a channel that is always 0
+_LEAST = 2.0**-6  # scale of a channel that never changes, as a part of its mean
 
 CURVE = np.array([[6.0, -3.84], [22.0, -6.64]])
 """Step index and log2 of the KL in nats, as in Profile.curve: measured on SmolLM2-135M, taken for any model."""
@@ -44,12 +45,13 @@ def statistics(values: Callable[[int], NDArray[np.float32]], blocks: int) -> NDA
     scales, means = [], []
     for block in range(blocks):
         x = values(block)
-        deviation = x.std(axis=0, dtype=np.float64)
+        mean, deviation = x.mean(axis=0, dtype=np.float64), x.std(axis=0, dtype=np.float64)
         if block % 2:
             deviation = np.full_like(deviation, np.sqrt(np.mean(deviation**2)))
+        deviation = np.maximum(deviation, _LEAST * np.abs(mean))
         exponent = np.rint(np.log2(np.maximum(deviation, _SMALLEST)) * SCALES_PER_OCTAVE)
         scales.append(exponent)
-        means.append(np.rint(x.mean(axis=0, dtype=np.float64) / _unit(exponent) * MEANS_PER_SCALE))
+        means.append(np.rint(mean / _unit(exponent) * MEANS_PER_SCALE))
     return np.clip([np.concatenate(scales), np.concatenate(means)], -(2**15), 2**15 - 1).astype(np.int16)
 
 

@@ -23,18 +23,22 @@ CLASSES = LEVELS + SINKS
 SMALLEST_GAIN, LARGEST_GAIN, LARGEST_SINK_GAIN = 0.25, 32.0, 128.0  # unread tokens must stay readable
 
 
-def classes(importance: NDArray[np.float32], first: bool = True) -> NDArray[np.uint8]:
+def classes(importance: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Class of each token and layer, [layers, tokens].
 
-    importance: attention received, [layers, tokens], in any unit. first: whether the sequence starts here.
+    importance: attention received, [layers, tokens], in any unit, by a sequence from its start.
     """
-    mean = np.maximum(importance.mean(axis=1, keepdims=True), 1e-30)
-    octaves = np.log2(np.maximum(importance / mean, 2.0**-20))
+    octaves = np.log2(np.maximum(relative(importance), 2.0**-20))
     out = np.clip(np.rint(octaves) + LEVELS // 2, 0, LEVELS - 1).astype(np.uint8)
-    if first:
-        sinks = min(SINKS, out.shape[1])
-        out[:, :sinks] = LEVELS + np.arange(sinks, dtype=np.uint8)
+    sinks = min(SINKS, out.shape[1])
+    out[:, :sinks] = LEVELS + np.arange(sinks, dtype=np.uint8)
     return out
+
+
+def relative(importance: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Attention received in multiples of its layer's mean, that of the sinks left out of the mean."""
+    plain = importance[:, SINKS:] if importance.shape[1] > SINKS else importance
+    return importance / np.maximum(plain.mean(axis=1, keepdims=True), 1e-30)
 
 
 def checked(importance: Any, layers: int, tokens: int) -> NDArray[np.float32]:

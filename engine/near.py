@@ -16,7 +16,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from seqkv.engine import importance, quantiser
-from seqkv.engine.errors import StreamError
+from seqkv.engine.errors import CacheError, StreamError
 from seqkv.entropy_coding import CorruptGroup, decode_group, encode_group
 
 CHUNK = 256  # tokens
@@ -128,7 +128,14 @@ def encode_chunk(
         out = predicted(model, block, side, decoded)
         fineness = (1 / steps).astype(np.float32)
         residual = np.asarray((true - out) @ model.forward[block], np.float32)
-        loss.fisher += quantiser.quantise(residual, fineness, coefs)
+        lost = quantiser.quantise(residual, fineness, coefs)
+        if not np.isfinite(lost):
+            name, largest = "values" if block % 2 else "keys", np.abs(true - out).max()
+            raise CacheError(
+                f"{name} of layer {block // 2} differ from what is expected by up to {largest:.3g}: "
+                f"too much for a step of {quantiser.step_size(side.step):.3g}; ask for a larger step or kl"
+            )
+        loss.fisher += lost
         live = np.flatnonzero(coefs.any(axis=0))
         out += quantiser.dequantise(coefs[:, live], steps) @ model.maps[block][2][live]
         decoded[:, start:end] = out

@@ -33,12 +33,12 @@ class Profile:
     table: token table [vocab, rank] float16; rank 0 for a predictor without tokens.
     weights: B matrices [F_b, C_b] float16: features to predicted values.
     bias: [sum C_b] float32; sink_bias: [SINKS, sum C_b] float32, added for the first tokens of a sequence.
-    inverse: B matrices [C_b, C_b] float16: coefficients to values. The coefficients of a block are its residual in the
-        Fisher metric, in the order of their variance, largest first.
+    inverse: B matrices [C_b, C_b] float16, and exponent [B] int8: 2 ** exponent * inverse, coefficients to values. The
+        coefficients of a block are its residual in the Fisher metric, in the order of their variance, largest first.
     scale: [sum C_b] int16: place of each coefficient on the coder's scale axis at step 1 and gain 1.
     gains: [2, layers, importance.CLASSES] int8: gain indices (engine.quantiser) by side, layer and class.
-    attention: [layers, F + 1] float32: estimates log2 of attention received, in multiples of the mean, from a token's
-        un-rotated key and value (and a constant), where attention was not observed.
+    attention: for each layer [key and value channels + 1] float32: estimates log2 of attention received, in multiples
+        of the mean, from a token's un-rotated key and value (and a constant), where it was not observed.
     curve: [points, 2] float64: step index, and log2 of the KL in nats that it gave on texts of calibration that the
         rest was not fitted on; increasing steps.
     info: what it was made from (JSON-able).
@@ -53,9 +53,10 @@ class Profile:
     bias: NDArray[np.float32]
     sink_bias: NDArray[np.float32]
     inverse: tuple[NDArray[np.float16], ...]
+    exponent: NDArray[np.int8]
     scale: NDArray[np.int16]
     gains: NDArray[np.int8]
-    attention: NDArray[np.float32]
+    attention: tuple[NDArray[np.float32], ...]
     curve: NDArray[np.float64]
     info: dict[str, Any]
 
@@ -63,29 +64,35 @@ class Profile:
         layers, total = len(self.shape), int(self.starts[-1])
         if layers == 0 or self.predictor not in prediction.PREDICTORS or not 0 <= self.depth <= layers:
             raise ProfileError(f"not a usable profile: {layers} layers, predictor {self.predictor!r}, {self.depth=}")
+        dtypes = {"table": "f2", "bias": "f4", "sink_bias": "f4", "scale": "i2", "gains": "i1", "exponent": "i1"}
+        dtypes |= {"curve": "f8"}
+        for name, dtype in dtypes.items():
+            if getattr(self, name).dtype != np.dtype(dtype):
+                raise ProfileError(f"profile: {name} is {getattr(self, name).dtype}, expected {np.dtype(dtype)}")
+        if self.table.ndim != 2 or self.curve.ndim != 2 or self.curve.shape[1] != 2 or len(self.curve) < 2:
+            raise ProfileError(f"profile: table of shape {self.table.shape}, curve of shape {self.curve.shape}")
+        if not (np.diff(self.curve, axis=0) * (1, -1) > 0).all():
+            raise ProfileError("profile: its curve does not fall; calibrate again, with more text")
         expected: dict[str, tuple[int, ...]] = {
             "bias": (total,),
             "sink_bias": (importance.SINKS, total),
             "scale": (total,),
             "gains": (2, layers, importance.CLASSES),
         }
+        expected["exponent"] = (len(self.widths),)
         for name, shape in expected.items():
             if getattr(self, name).shape != shape:
                 raise ProfileError(f"profile: {name} has shape {getattr(self, name).shape}, expected {shape}")
+        for layer, (heads, key, value) in enumerate(self.shape):
+            if self.attention[layer].shape != (heads * (key + value) + 1,) or self.attention[layer].dtype != np.float32:
+                raise ProfileError(f"profile: attention of layer {layer} has shape {self.attention[layer].shape}")
         rank = self.table.shape[1] if prediction.uses_token(self.predictor) else 0
         for b, width in enumerate(self.widths):
             inputs = rank + sum(self.widths[i] for i in self.sources(b))
             if self.weights[b].shape != (inputs, width) or self.inverse[b].shape != (width, width):
                 raise ProfileError(f"profile: the matrices of block {b} do not fit {inputs} features, {width} channels")
-        arrays: list[NDArray[Any]] = [
-            self.table,
-            *self.weights,
-            self.bias,
-            self.sink_bias,
-            *self.inverse,
-            self.attention,
-            self.curve,
-        ]
+        single: list[NDArray[Any]] = [self.table, self.bias, self.sink_bias, self.curve]
+        arrays = [*single, *self.weights, *self.inverse, *self.attention]
         if not all(np.isfinite(a).all() for a in arrays):
             raise ProfileError("profile: it holds NaN or infinity; calibrate again")
 
@@ -107,23 +114,37 @@ class Profile:
     def maps(self) -> list[tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]]:
         """For each block weights, bias and inverse transform in float32."""
         bias = np.split(self.bias, self.starts[1:-1])
+        scale = np.exp2(self.exponent.astype(np.float32))
         return [
-            (w.astype(np.float32), b, i.astype(np.float32))
-            for w, b, i in zip(self.weights, bias, self.inverse, strict=True)
+            (w.astype(np.float32), b, i.astype(np.float32) * s)
+            for w, b, i, s in zip(self.weights, bias, self.inverse, scale, strict=True)
         ]
 
     @functools.cached_property
     def forward(self) -> list[NDArray[np.float32]]:
         """For each block the transform [C_b, C_b] float32: values to coefficients. Only an encoder needs it."""
-        return [np.linalg.inv(i.astype(np.float64)).astype(np.float32) for i in self.inverse]
+        return [np.linalg.inv(inverse.astype(np.float64)).astype(np.float32) for _, _, inverse in self.maps]
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """32 hexadecimal digits over everything that decoding depends on."""
         state = xxhash.xxh3_128(json.dumps([FORMAT, self.shape, self.predictor, self.depth]).encode())
-        for array in (self.table, *self.weights, self.bias, self.sink_bias, *self.inverse, self.scale, self.gains):
+        for array in (
+            self.table,
+            *self.weights,
+            self.bias,
+            self.sink_bias,
+            *self.inverse,
+            self.exponent,
+            self.scale,
+            self.gains,
+        ):
             state.update(np.ascontiguousarray(array).view(np.uint8).data)
         return state.hexdigest()
+
+    def _rest(self) -> str:
+        """xxh3_64 of the arrays that encoding alone depends on."""
+        return xxhash.xxh3_64_hexdigest(b"".join(np.asarray(a).tobytes() for a in (*self.attention, self.curve)))
 
     def check(self, kv: KVCache) -> None:
         """ProfileError unless a cache has the shape of this profile's model."""
@@ -143,13 +164,14 @@ class Profile:
             "sink_bias": self.sink_bias,
             "scale": self.scale,
             "gains": self.gains,
-            "attention": self.attention,
+            "exponent": self.exponent,
             "curve": self.curve,
         }
         tensors |= {f"weights.{b}": w for b, w in enumerate(self.weights)}
         tensors |= {f"inverse.{b}": i for b, i in enumerate(self.inverse)}
+        tensors |= {f"attention.{layer}": a for layer, a in enumerate(self.attention)}
         form = {"format": FORMAT, "model": self.model, "shape": self.shape, "predictor": self.predictor}
-        form |= {"depth": self.depth, "info": self.info, "fingerprint": self.fingerprint}
+        form |= {"depth": self.depth, "info": self.info, "fingerprint": self.fingerprint, "rest": self._rest()}
         part = path.with_name(path.name + ".part")
         part.write_bytes(save(tensors, metadata={"seqkv": json.dumps(form)}))
         part.replace(path)
@@ -170,19 +192,20 @@ class Profile:
                     depth=int(form["depth"]),
                     weights=tuple(file.get_tensor(f"weights.{b}") for b in blocks),
                     inverse=tuple(file.get_tensor(f"inverse.{b}") for b in blocks),
+                    attention=tuple(file.get_tensor(f"attention.{layer}") for layer in range(len(form["shape"]))),
                     info=form["info"],
                     **{name: file.get_tensor(name) for name in _TENSORS},
                 )
+                if (profile.fingerprint, profile._rest()) != (form["fingerprint"], form["rest"]):
+                    raise ProfileError(f"{path}: its content does not match its fingerprint; the file is damaged")
         except FileNotFoundError:
             raise ProfileError(f"{path}: there is no such file") from None
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        except (SafetensorError, OSError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise ProfileError(f"{path} is not a seqkv profile: {error}") from error
-        if profile.fingerprint != form["fingerprint"]:
-            raise ProfileError(f"{path}: its content does not match its fingerprint; the file is damaged")
         return profile
 
 
-_TENSORS = ("table", "bias", "sink_bias", "scale", "gains", "attention", "curve")
+_TENSORS = ("table", "bias", "sink_bias", "exponent", "scale", "gains", "curve")
 
 
 def _shown(shape: tuple[tuple[int, int, int], ...]) -> str:

@@ -58,7 +58,8 @@ def scale_units(scale: NDArray[np.floating]) -> NDArray[np.int16]:
 @register_jitable
 def quantised(scaled: float) -> int:
     """The symbol of a residual in units of its own step: the nearest integer."""
-    magnitude = min(int(abs(scaled) + 0.5), LARGEST_SYMBOL)
+    # an integer of a float too large for it is undefined; NaN is too large as well
+    magnitude = int(abs(scaled) + 0.5) if abs(scaled) < LARGEST_SYMBOL else LARGEST_SYMBOL
     return magnitude if scaled > 0 else -magnitude
 
 
@@ -67,7 +68,7 @@ def quantise(residual: NDArray[np.float32], fineness: NDArray[np.float32], symbo
     """Quantise a block: symbols [tokens, coefs] int32 are written.
 
     residual [tokens, coefs] float32; fineness [tokens] float32: 1 / step of each token.
-    Returns the sum of (error in steps)^2.
+    Returns the sum of (error in steps)^2; infinity if a residual is beyond LARGEST_SYMBOL steps, or NaN.
     """
     total = 0.0
     for t in range(residual.shape[0]):
@@ -75,7 +76,7 @@ def quantise(residual: NDArray[np.float32], fineness: NDArray[np.float32], symbo
             scaled = residual[t, j] * fineness[t]
             q = quantised(scaled)
             symbols[t, j] = q
-            total += (scaled - q) * (scaled - q)
+            total += (scaled - q) * (scaled - q) if abs(scaled) < LARGEST_SYMBOL else np.inf
     return total
 
 

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from seqkv.engine import quantiser
 
-FINEST, COARSEST = 16 * 40, -16 * 40  # step indices that are ever used
+FINEST, COARSEST = 16 * 64, -16 * 64  # step indices that are ever used
 
 
 def step_for(curve: NDArray[np.float64], kl: float) -> int:

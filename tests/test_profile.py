@@ -15,7 +15,7 @@ from seqkv import engine
 from seqkv.engine import Profile, ProfileError
 from seqkv.engine import profile as profile_module
 
-ARRAYS = ("table", "bias", "sink_bias", "scale", "gains", "attention", "curve")
+ARRAYS = ("table", "bias", "sink_bias", "exponent", "scale", "gains", "curve")
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_profile_comes_back(predictor: str, profiles: Callable[[str], Profile]
     for name in ARRAYS:
         np.testing.assert_array_equal(getattr(loaded, name), getattr(profile, name))
         assert getattr(loaded, name).dtype == getattr(profile, name).dtype
-    for name in ("weights", "inverse"):
+    for name in ("weights", "inverse", "attention"):
         for one, other in zip(getattr(loaded, name), getattr(profile, name), strict=True):
             np.testing.assert_array_equal(one, other)
     loaded.save(tmp_path / "again")
@@ -70,10 +70,11 @@ def test_the_dtypes_are_what_the_docstring_says(profile: Profile) -> None:
         "sink_bias": "float32",
         "scale": "int16",
         "gains": "int8",
-        "attention": "float32",
+        "exponent": "int8",
         "curve": "float64",
     }
     assert {a.dtype.name for a in profile.weights + profile.inverse} == {"float16"}
+    assert {a.dtype.name for a in profile.attention} == {"float32"}
 
 
 def test_saving_is_whole_or_not_at_all(path: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +104,9 @@ def test_the_fingerprint_is_of_what_decoding_depends_on(profile: Profile) -> Non
         seen.add(dataclasses.replace(profile, **{name: tuple(arrays)}).fingerprint)
     assert len(seen) == 8
     # measured again, it still decodes what it encoded
-    other = dataclasses.replace(profile, curve=profile.curve + 1, attention=profile.attention * 2, info={})
+    other = dataclasses.replace(
+        profile, curve=profile.curve + 1, attention=tuple(2 * a for a in profile.attention), info={}
+    )
     assert other.fingerprint == profile.fingerprint
 
 
@@ -139,7 +142,7 @@ def test_a_damaged_file_is_refused(path: Path) -> None:
             np.testing.assert_array_equal(getattr(loaded, name), getattr(right, name), f"bit flipped at {place}")
 
 
-@pytest.mark.parametrize("name", [*ARRAYS, "weights__0", "weights__5", "inverse__3"])
+@pytest.mark.parametrize("name", [*ARRAYS, "weights__0", "weights__5", "inverse__3", "attention__1"])
 def test_a_changed_tensor_is_refused(name: str, path: Path) -> None:
     with safe_open(path, framework="numpy") as file:
         tensor = file.get_tensor(name.replace("__", ".")).copy()
@@ -148,7 +151,9 @@ def test_a_changed_tensor_is_refused(name: str, path: Path) -> None:
         Profile.load(altered(path, **{name: tensor}))
 
 
-@pytest.mark.parametrize("name", [*ARRAYS, "weights.0", "inverse.5", "format", "model", "shape", "fingerprint", "info"])
+@pytest.mark.parametrize(
+    "name", [*ARRAYS, "weights.0", "inverse.5", "attention.2", "format", "model", "shape", "fingerprint", "info"]
+)
 def test_a_missing_part_is_refused(name: str, path: Path) -> None:
     with pytest.raises(ProfileError, match=r"p\.safetensors"):
         Profile.load(altered(path, without=name))
@@ -192,8 +197,8 @@ def test_a_form_that_lies_is_refused(form: dict[str, Any], path: Path) -> None:
         {"sink_bias": np.zeros((3, 84), np.float32)},
         {"scale": np.zeros((84, 1), np.int16)},
         {"gains": np.zeros((2, 3, 24), np.int8)},
-        {"attention": np.zeros((3, 28), np.float32)},
-        {"attention": np.zeros(29, np.float32)},
+        {"attention__0": np.zeros(28, np.float32)},
+        {"attention__2": np.zeros((29, 1), np.float32)},
         {"curve": np.zeros((1, 2))},
         {"curve": np.zeros((0, 2))},
         {"curve": np.zeros((2, 3))},
