@@ -53,7 +53,7 @@ def test_no_other_number_is_a_loss_or_a_step(value: float) -> None:
         check(0.01, value)
 
 
-@pytest.mark.parametrize("step", [2.0**41, 2.0**-41, 1e-300, 1e300])
+@pytest.mark.parametrize("step", [2.0**65, 2.0**-65, 1e-300, 1e300])
 def test_steps_have_a_range(step: float) -> None:
     with pytest.raises(ValueError, match="out of range"):
         check(None, step)
