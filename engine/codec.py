@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,7 @@ _NAMES = {
 }
 _MOST_TOKENS = 1 << 31
 
-_In = TypeVar("_In")
-_Out = TypeVar("_Out")
+WORKERS = min(4, os.cpu_count() or 1)  # chunks whose symbols are coded at the same time
 
 
 def encode(
@@ -100,13 +99,11 @@ def decode(
         scale = mode.stored_scale(parsed, chunk, side.step)
         return side, *near.unpack_chunk(scale, mode.starts, side, parsed.section(CHUNK, chunk), coded)
 
-    for chunk, (side, symbols, live) in zip(chunks, _ahead(unpack, chunks), strict=True):
+    def store(chunk: int, decoded: NDArray[np.float32]) -> None:
         start, stop = _chunk_bounds(chunk, form.tokens)
-        decoded = near.decode_chunk(mode.model(), side, symbols, live, coded)
-        mode.learn(decoded)
         first, last = max(start, wanted.start), min(stop, wanted.stop)
         if first >= last:
-            continue
+            return
         part, place = slice(first - start, last - start), slice(first - wanted.start, last - wanted.start)
         turns = Turns(form.positions[first:last])
         for block in range(2 * depth.start, 2 * depth.stop):
@@ -116,6 +113,14 @@ def decode(
             turns.to_heads(decoded[part, columns], None if is_value else form.rope[layer], into)
             if form.dtype == "bfloat16":
                 into[...] = round_to_bfloat16(into)
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for some in _batches(chunks):
+            blocks = []
+            for side, symbols, live in pool.map(unpack, some):
+                blocks.append(near.decode_chunk(mode.model(), side, symbols, live, coded))
+                mode.learn(blocks[-1])
+            list(pool.map(store, some, blocks))
     positions, ropes = form.positions[wanted.start : wanted.stop], form.rope[depth.start : depth.stop]
     try:
         kv = KVCache(keys, values, positions=positions, rope=ropes)
@@ -257,23 +262,22 @@ def _near(
     loss = near.Loss.none()
     chunks = -(-kv.tokens // near.CHUNK)
 
-    def quantised() -> Iterator[tuple[int, near.Side, NDArray[np.int32]]]:
-        nonlocal loss
-        for chunk in range(chunks):
-            start, stop = _chunk_bounds(chunk, kv.tokens)
-            side = _side(mode, probs, gain, index, start, stop)
-            symbols, decoded, lost = near.encode_chunk(mode.model(), side, blocks_of(kv, slice(start, stop)))
-            mode.learn(decoded)
-            loss += lost
-            yield chunk, side, symbols
-
-    def coded(one: tuple[int, near.Side, NDArray[np.int32]]) -> list[Section]:
-        chunk, side, symbols = one
+    def pack(chunk: int, side: near.Side, symbols: NDArray[np.int32]) -> list[Section]:
         scale, extra = mode.scale(symbols, chunk, index)
         return [*extra, Section(CHUNK, chunk, near.pack_chunk(scale, mode.starts, side, symbols))]
 
-    for some in _ahead(coded, quantised()):
-        sections += some
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for some in _batches(range(chunks)):
+            coded = []
+            for chunk in some:
+                start, stop = _chunk_bounds(chunk, kv.tokens)
+                side = _side(mode, probs, gain, index, start, stop)
+                symbols, decoded, lost = near.encode_chunk(mode.model(), side, blocks_of(kv, slice(start, stop)))
+                mode.learn(decoded)
+                loss += lost
+                coded.append((chunk, side, symbols))
+            for packed in pool.map(pack, *zip(*coded, strict=True)):
+                sections += packed
     relative = np.sqrt(loss.error / np.maximum(loss.energy, 1e-30))
     header: dict[str, Any] = {
         "tier": "near",
@@ -309,16 +313,9 @@ def blocks_of(kv: KVCache, tokens: slice) -> Callable[[int], NDArray[np.float32]
     return values
 
 
-def _ahead(function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
-    """map(function, items), the function in a thread of its own: it works on one item while the next is made."""
-    with ThreadPoolExecutor(1) as pool:
-        waiting: deque[Future[_Out]] = deque()
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) > 2:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+def _batches(chunks: range) -> Iterator[range]:
+    """As many chunks at a time as are coded in threads. Linear algebra, which has its own threads, is done between."""
+    return (chunks[i : i + WORKERS] for i in range(0, len(chunks), WORKERS))
 
 
 def estimated_attention(kv: KVCache, weights: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:

@@ -72,6 +72,8 @@ class Model:
         self.sink_bias = np.zeros((importance.SINKS, self.starts[-1]), np.float32)
         self.unit = _unit(channels[0]).astype(np.float32)
         self.mean = (channels[1] * self.unit / MEANS_PER_SCALE).astype(np.float32)
+        self.token_map = np.zeros((0, self.starts[-1]), np.float32)
+        self.bias = self.mean.copy()
         self.fitted = len(history) > 0
         self.maps = [self._map(b, history) for b in range(len(widths))]
 
@@ -87,23 +89,22 @@ class Model:
     def _columns(self, block: int) -> slice:
         return slice(int(self.starts[block]), int(self.starts[block + 1]))
 
-    def _map(
-        self, block: int, history: NDArray[np.float32]
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-        """Weights, bias and inverse transform of a block."""
+    def _map(self, block: int, history: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Weights and inverse transform of a block; sets its bias."""
         here = self._columns(block)
         before = self.sources(block)
         first, last = int(self.starts[before.start]), int(self.starts[before.stop])
         back = np.diag(self.unit[here])
         if first == last:
-            return np.zeros((0, self.widths[block]), np.float32), self.mean[here], back
+            return np.zeros((0, self.widths[block]), np.float32), back
         x = (history[:, first:last] - self.mean[first:last]) / self.unit[first:last]
         y = (history[:, here] - self.mean[here]) / self.unit[here]
         gram = (x.T @ x).astype(np.float64)
         gram[np.diag_indices_from(gram)] += RIDGE
         w = np.linalg.solve(gram, (x.T @ y).astype(np.float64)).astype(np.float32)
         w = w / self.unit[first:last, None] * self.unit[here]
-        return w, self.mean[here] - self.mean[first:last] @ w, back
+        self.bias[here] -= self.mean[first:last] @ w
+        return w, back
 
 
 def scales(symbols: NDArray[np.int32]) -> NDArray[np.int8]:

@@ -24,8 +24,8 @@ CHUNK = 256  # tokens
 _LENGTH = struct.Struct("<I")
 
 
-Maps = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
-"""Weights, bias and inverse transform of a block."""
+Maps = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""Of a block: the weights of the decoded blocks that predict it, and the inverse transform."""
 
 
 class Model(Protocol):
@@ -35,6 +35,10 @@ class Model(Protocol):
     def widths(self) -> tuple[int, ...]: ...
     @property
     def starts(self) -> NDArray[np.int32]: ...
+    @property
+    def token_map(self) -> NDArray[np.float32]: ...
+    @property
+    def bias(self) -> NDArray[np.float32]: ...
     @property
     def sink_bias(self) -> NDArray[np.float32]: ...
     @property
@@ -98,16 +102,26 @@ def gains(table: NDArray[np.int8], classes: NDArray[np.uint8]) -> NDArray[np.int
     return np.ascontiguousarray(by_side.transpose(1, 0, 2)).reshape(-1, classes.shape[1])
 
 
-def predicted(model: Model, block: int, side: Side, decoded: NDArray[np.float32]) -> NDArray[np.float32]:
-    """What `block` is expected to hold, [tokens, channels]. decoded [tokens, coefs]: all blocks, those before known."""
-    weights, bias, _ = model.maps[block]
-    rank = side.rows.shape[1]
-    out = (side.rows @ weights[:rank] + bias)[side.index]
+def from_tokens(model: Model, side: Side) -> NDArray[np.float32]:
+    """What the tokens alone say of all blocks, for each distinct row of the token table: [rows, coefs]."""
+    out = side.rows @ model.token_map
+    out += model.bias
+    return out
+
+
+def predicted(
+    model: Model, block: int, side: Side, tokens: NDArray[np.float32], decoded: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """What `block` is expected to hold, [tokens, channels].
+
+    tokens: as `from_tokens` gives it. decoded [tokens, coefs]: all blocks, of which those before are known.
+    """
+    start, end = model.starts[block : block + 2]
+    out = tokens[side.index, start:end]
     before = model.sources(block)
     if len(before):
-        out += decoded[:, model.starts[before.start] : model.starts[before.stop]] @ weights[rank:]
+        out += decoded[:, model.starts[before.start] : model.starts[before.stop]] @ model.maps[block][0]
     if side.first:
-        start, end = model.starts[block : block + 2]
         out[: importance.SINKS] += model.sink_bias[: len(out), start:end]
     return out
 
@@ -122,10 +136,11 @@ def encode_chunk(
     tokens, total = side.gain.shape[1], int(model.starts[-1])
     symbols, decoded = np.empty((tokens, total), np.int32), np.empty((tokens, total), np.float32)
     loss = Loss(0.0, np.zeros(2), np.zeros(2), tokens)
+    expected = from_tokens(model, side)
     for block in range(len(model.widths)):
         start, end = model.starts[block : block + 2]
         true, steps, coefs = values(block), side.token_steps(block), symbols[:, start:end]
-        out = predicted(model, block, side, decoded)
+        out = predicted(model, block, side, expected, decoded)
         fineness = (1 / steps).astype(np.float32)
         residual = np.asarray((true - out) @ model.forward[block], np.float32)
         lost = quantiser.quantise(residual, fineness, coefs)
@@ -137,7 +152,7 @@ def encode_chunk(
             )
         loss.fisher += lost
         live = np.flatnonzero(coefs.any(axis=0))
-        out += quantiser.dequantise(coefs[:, live], steps) @ model.maps[block][2][live]
+        out += quantiser.dequantise(coefs[:, live], steps) @ model.maps[block][1][live]
         decoded[:, start:end] = out
         loss.error[block % 2] += _energy(true - out)
         loss.energy[block % 2] += _energy(true - true.mean(axis=0))
@@ -158,13 +173,14 @@ def decode_chunk(
     """
     decoded = np.empty((side.gain.shape[1], model.starts[2 * layers]), np.float32)
     bounds = np.searchsorted(live, model.starts)
+    expected = from_tokens(model, side)
     for block in range(2 * layers):
         start, end = model.starts[block : block + 2]
-        out = predicted(model, block, side, decoded)
+        out = predicted(model, block, side, expected, decoded)
         first, last = bounds[block : block + 2]
         if first < last:
             residual = quantiser.dequantise(symbols[:, first:last], side.token_steps(block))
-            out += residual @ model.maps[block][2][live[first:last] - start]
+            out += residual @ model.maps[block][1][live[first:last] - start]
         decoded[:, start:end] = out
     return decoded
 

@@ -111,19 +111,24 @@ class Profile:
         return prediction.sources(block, self.predictor, self.depth)
 
     @functools.cached_property
-    def maps(self) -> list[tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]]:
-        """For each block weights, bias and inverse transform in float32."""
-        bias = np.split(self.bias, self.starts[1:-1])
-        scale = np.exp2(self.exponent.astype(np.float32))
+    def token_map(self) -> NDArray[np.float32]:
+        """Rows of the token table to what they add to every block, [rank, sum C_b] float32: one product for all."""
+        rank = self.table.shape[1]
+        return np.concatenate([w[:rank] for w in self.weights], axis=1).astype(np.float32)
+
+    @functools.cached_property
+    def maps(self) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+        """For each block, in float32, the weights of the blocks before and the inverse transform."""
+        rank, scale = self.table.shape[1], np.exp2(self.exponent.astype(np.float32))
         return [
-            (w.astype(np.float32), b, i.astype(np.float32) * s)
-            for w, b, i, s in zip(self.weights, bias, self.inverse, scale, strict=True)
+            (w[rank:].astype(np.float32), inverse.astype(np.float32) * s)
+            for w, inverse, s in zip(self.weights, self.inverse, scale, strict=True)
         ]
 
     @functools.cached_property
     def forward(self) -> list[NDArray[np.float32]]:
         """For each block the transform [C_b, C_b] float32: values to coefficients. Only an encoder needs it."""
-        return [np.linalg.inv(inverse.astype(np.float64)).astype(np.float32) for _, _, inverse in self.maps]
+        return [np.linalg.inv(inverse.astype(np.float64)).astype(np.float32) for _, inverse in self.maps]
 
     @functools.cached_property
     def fingerprint(self) -> str:
