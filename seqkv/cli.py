@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import warnings
@@ -25,6 +26,8 @@ _PROFILE = "the profile (from seqkv calibrate), or none to work without one"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit code: 0, or 2 with a line on stderr if something was refused."""
     args = parser().parse_args(argv)
+    # before PyTorch is loaded: its threads spin while they wait, which beside other processes costs several times over
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: display.note(f"warning: {message}")
