@@ -135,8 +135,9 @@ def run(out: Path, fresh: bool = False) -> None:
             for point in points(source, subject, profile):
                 found.append(point)
                 report(len(found) / steps, f"{path.stem}: {point.codec}, {point.setting}")
-            report(len(found) / steps, f"{path.stem}: continuing from both caches")
-            continued[path.stem] = continue_both(source, subject, profile)
+            if not continued:
+                report(len(found) / steps, f"{path.stem}: continuing from both caches")
+                continued[path.stem] = continue_both(source, subject, profile)
     show(found, prefill_s)
     print(f"\nWhat the model writes after {CONTEXT:,} tokens, each time its most probable token:")
     for text, continuations in continued.items():
