@@ -174,6 +174,11 @@ class KVCache:
         self.rope = _ropes(rope, self.keys)
 
     @property
+    def shape(self) -> tuple[tuple[int, int, int], ...]:
+        """For each layer (kv_heads, key width, value width)."""
+        return tuple((k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(self.keys, self.values, strict=True))
+
+    @property
     def layers(self) -> int:
         """Number of layers."""
         return len(self.keys)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from seqkv.engine import codec, importance, mixture, prediction, quantiser
 from seqkv.engine.cache import KVCache, Rope
 from seqkv.engine.errors import CalibrationError
+from seqkv.engine.layout import block_widths
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.profile import Profile
 
@@ -149,8 +150,8 @@ class _Observations:
             self._add_fisher(self.source.fisher(ids, kv), classes)
 
     def _allocate(self, kv: KVCache) -> None:
-        self.shape = tuple((k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(kv.keys, kv.values, strict=True))
-        for b, width in enumerate(heads * w for heads, *sides in self.shape for w in sides):
+        self.shape = kv.shape
+        for b, width in enumerate(block_widths(self.shape)):
             self.blocks.append(np.memmap(f"{self.folder}/{b}", np.float16, "w+", shape=(self.rows, width)))
             self.fisher.append(np.zeros((width, width)))
 

@@ -15,7 +15,7 @@ from seqkv.engine.arrays import round_to_bfloat16
 from seqkv.engine.cache import ITEM_BYTES, KVCache, Rope
 from seqkv.engine.container import Buffer, Container, Section
 from seqkv.engine.errors import CacheError, ProbsError, ProfileError, SeqkvError, StreamError
-from seqkv.engine.layout import Turns
+from seqkv.engine.layout import Turns, block_starts, block_widths
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.profile import Profile
 
@@ -200,14 +200,14 @@ class _Free:
     table = np.zeros((0, 0), np.float16)
 
     def __init__(self, shape: tuple[tuple[int, int, int], ...], channels: NDArray[np.int16]) -> None:
-        self.widths = tuple(heads * width for heads, *sides in shape for width in sides)
-        self.starts = np.concatenate([[0], np.cumsum(self.widths)]).astype(np.int32)
+        self.widths = block_widths(shape)
+        self.starts = block_starts(self.widths)
         self.channels, self.gains = channels, free.gain_table(len(shape))
         self.history = np.zeros((0, self.starts[-1]), np.float32)
 
     @classmethod
     def measure(cls, kv: KVCache) -> _Free:
-        return cls(_shape(kv), free.statistics(blocks_of(kv, slice(None)), 2 * kv.layers))
+        return cls(kv.shape, free.statistics(blocks_of(kv, slice(None)), 2 * kv.layers))
 
     def model(self) -> near.Model:
         return free.Model(self.widths, self.channels, self.history)
@@ -283,7 +283,7 @@ def _near(
         "tier": "near",
         "dtype": kv.dtype,
         "tokens": kv.tokens,
-        "shape": _shape(kv),
+        "shape": kv.shape,
         "profile": mode.profile.fingerprint if isinstance(mode, _Calibrated) else None,
         "steps": [index] * chunks,
         "loss": {
@@ -373,11 +373,6 @@ class _Form:
             # the compiled rotation does not check its indices
             if rope is not None and rope.rotary_dim > width:
                 raise StreamError(f"altered: a rope turns {rope.rotary_dim} channels, the keys have {width}")
-
-
-def _shape(kv: KVCache) -> tuple[tuple[int, int, int], ...]:
-    """For each layer (kv_heads, key width, value width)."""
-    return tuple((k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(kv.keys, kv.values, strict=True))
 
 
 def _count(value: Any, most: int = 1 << 20) -> int:

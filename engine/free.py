@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqkv.engine import importance, prediction, quantiser
+from seqkv.engine.layout import block_starts
 
 WINDOW = 768  # decoded tokens that a chunk's model is fitted to
 DEPTH = 1
@@ -75,7 +76,7 @@ class Model:
 
     def __init__(self, widths: tuple[int, ...], channels: NDArray[np.int16], history: NDArray[np.float32]) -> None:
         self.widths = widths
-        self.starts = np.concatenate([[0], np.cumsum(widths)]).astype(np.int32)
+        self.starts = block_starts(widths)
         self.sink_bias = np.zeros((importance.SINKS, self.starts[-1]), np.float32)
         self.unit = _unit(channels[0]).astype(np.float32)
         self.mean = (channels[1] * self.unit / MEANS_PER_SCALE).astype(np.float32)

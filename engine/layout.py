@@ -19,6 +19,16 @@ _NOTHING = np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32)
 _NO_PAIRS = np.zeros(0, np.intp), np.zeros(0, np.intp)
 
 
+def block_widths(shape: tuple[tuple[int, int, int], ...]) -> tuple[int, ...]:
+    """Channels of each block, of a cache of this KVCache.shape."""
+    return tuple(heads * width for heads, *sides in shape for width in sides)
+
+
+def block_starts(widths: tuple[int, ...]) -> NDArray[np.int32]:
+    """First coefficient of each block, and their number: [blocks + 1]."""
+    return np.concatenate([[0], np.cumsum(widths)]).astype(np.int32)
+
+
 @dataclass
 class Turns:
     """The rotation of some tokens, for every Rope that asks; angles are computed once for each."""

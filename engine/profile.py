@@ -17,6 +17,7 @@ from safetensors.numpy import save
 from seqkv.engine import importance, prediction
 from seqkv.engine.cache import KVCache
 from seqkv.engine.errors import ProfileError
+from seqkv.engine.layout import block_starts, block_widths
 
 FORMAT = 0
 
@@ -99,12 +100,12 @@ class Profile:
     @functools.cached_property
     def widths(self) -> tuple[int, ...]:
         """Channels of each block."""
-        return tuple(heads * width for heads, *sides in self.shape for width in sides)
+        return block_widths(self.shape)
 
     @functools.cached_property
     def starts(self) -> NDArray[np.int32]:
         """First coefficient of each block, and their number: [B + 1]."""
-        return np.concatenate([[0], np.cumsum(self.widths)]).astype(np.int32)
+        return block_starts(self.widths)
 
     def sources(self, block: int) -> range:
         """The decoded blocks that predict a block."""
@@ -153,10 +154,9 @@ class Profile:
 
     def check(self, kv: KVCache) -> None:
         """ProfileError unless a cache has the shape of this profile's model."""
-        shape = tuple((k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(kv.keys, kv.values, strict=True))
-        if shape != self.shape:
+        if kv.shape != self.shape:
             raise ProfileError(
-                f"the profile is for caches with {_shown(self.shape)}, this one has {_shown(shape)}: "
+                f"the profile is for caches with {_shown(self.shape)}, this one has {_shown(kv.shape)}: "
                 "calibrate one for this model, or encode without a profile"
             )
 
