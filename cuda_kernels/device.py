@@ -1,0 +1,55 @@
+"""The device: the one place that loads CuPy and launches kernels, always on CuPy's current stream.
+
+CuPy and Numba for CUDA are imported when a kernel is first needed, so that everything else works without them.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from seqkv.cuda_kernels.errors import DeviceError
+
+THREADS = 256  # of a block of an elementwise kernel
+MOST_BLOCKS = 1 << 16  # elementwise kernels stride over what is beyond
+NVRTC_OPTIONS = ("--std=c++17", "--fmad=false")
+
+
+def cupy() -> Any:
+    """The module CuPy. DeviceError if it is not installed."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceError(f"CUDA arrays need CuPy: install seqkv[cuda13] or seqkv[cuda12] ({error})") from error
+    return cupy
+
+
+def available() -> bool:
+    """Whether there is a device that kernels can run on."""
+    try:
+        return bool(cupy().cuda.is_available())
+    except DeviceError:
+        return False
+
+
+@functools.cache
+def raw_module(file: str, defines: tuple[tuple[str, int], ...] = ()) -> Any:
+    """The kernels of a `.cu` file of this folder, compiled for the current device when one is first launched."""
+    code = Path(__file__).with_name(file).read_text()
+    options = (*NVRTC_OPTIONS, *(f"-D{name}={value}" for name, value in defines))
+    return cupy().RawModule(code=code, options=options)
+
+
+def launch(kernel: Any, count: int, *args: Any) -> None:
+    """Run a Numba CUDA kernel with a thread for each of `count` elements (it strides over more than there are threads).
+
+    args: CuPy arrays and NumPy scalars. Nothing is launched for no elements.
+    """
+    if count == 0:
+        return
+    from numba import cuda
+
+    stream = cuda.external_stream(cupy().cuda.get_current_stream().ptr)
+    blocks = min(-(-count // THREADS), MOST_BLOCKS)
+    kernel[blocks, THREADS, stream](*args)
