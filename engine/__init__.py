@@ -10,9 +10,10 @@ if __name__ == "engine":
         if _name == "seqkv.engine" or _name.startswith("seqkv.engine."):
             sys.modules[_name.removeprefix("seqkv.")] = _module
 
+from seqkv.cuda_kernels.errors import DeviceError
 from seqkv.engine.cache import KVCache, Rope
 from seqkv.engine.calibration import calibrate
-from seqkv.engine.codec import decode, encode, inspect
+from seqkv.engine.codec import decode, decode_into, encode, inspect
 from seqkv.engine.errors import CacheError, CalibrationError, ProbsError, ProfileError, SeqkvError, StreamError
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.profile import Profile
@@ -20,6 +21,7 @@ from seqkv.engine.profile import Profile
 __all__ = [
     "CacheError",
     "CalibrationError",
+    "DeviceError",
     "KVCache",
     "ProbsError",
     "Profile",
@@ -30,6 +32,7 @@ __all__ = [
     "TokenProbs",
     "calibrate",
     "decode",
+    "decode_into",
     "encode",
     "inspect",
 ]

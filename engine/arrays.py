@@ -1,4 +1,8 @@
-"""Arrays of any library, as NumPy arrays."""
+"""Arrays of any library, as NumPy arrays in host memory or as CuPy arrays on a CUDA device.
+
+Neither has bfloat16. In host memory such numbers are float32 of the same value, on a device (and where a caller's own
+array is written to) uint16 that hold their bits.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from seqkv.cuda_kernels import device
+from seqkv.engine.errors import CacheError
+
+
+def on_device(array: Any) -> bool:
+    """Whether an array is in the memory of a CUDA device."""
+    if hasattr(array, "is_cuda"):  # torch
+        return bool(array.is_cuda)
+    return hasattr(array, "__cuda_array_interface__")
+
+
+def module_of(array: Any) -> Any:
+    """NumPy, or CuPy for an array on a device."""
+    return device.cupy() if on_device(array) else np
+
 
 def to_numpy(array: Any) -> tuple[NDArray[Any], str]:
     """`array` as a NumPy array in host memory, without a copy where possible, and the name of its own dtype.
 
-    NumPy, torch and CuPy arrays, and whatever has DLPack or `__array__`. NumPy has no bfloat16: such arrays come back
-    as float32 of the same values, with the name "bfloat16". Objects are told apart by their methods, so that no
-    library is imported for it.
+    NumPy, torch and CuPy arrays, and whatever has DLPack or `__array__`. bfloat16 comes back as float32 of the same
+    values, with the name "bfloat16". Objects are told apart by their methods, so that no library is imported for it.
     """
     if hasattr(array, "detach") and hasattr(array, "cpu"):  # torch: off the graph, off the device
         array = array.detach().cpu()
@@ -31,12 +49,66 @@ def to_numpy(array: Any) -> tuple[NDArray[Any], str]:
     return out, out.dtype.name
 
 
-def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The bfloat16 nearest to each float32 (ties to even), as its 16 bits. Finite values only."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+def to_cupy(array: Any) -> tuple[Any, str]:
+    """An array on a CUDA device as a CuPy array that shares its memory, and the name of its dtype."""
+    cupy = device.cupy()
+    if hasattr(array, "detach"):
+        array = array.detach()
+        name = str(array.dtype).removeprefix("torch.")
+        array = _bits_of(array) if name == "bfloat16" else array
+        return cupy.from_dlpack(array), name
+    out = array if isinstance(array, cupy.ndarray) else cupy.asarray(array)
+    name = out.dtype.name
+    return (out.view(np.uint16), name) if name == "bfloat16" else (out, name)
+
+
+def shared(array: Any, what: str) -> Any:
+    """A caller's array that is to be written to, as a NumPy or CuPy array in the same memory: float32, float16, or
+    uint16 for bfloat16. CacheError if it cannot be written to, or holds something else."""
+    out: Any
+    if on_device(array):
+        out, name = to_cupy(array)
+    elif hasattr(array, "detach"):
+        array = array.detach()
+        name = str(array.dtype).removeprefix("torch.")
+        out = (_bits_of(array) if name == "bfloat16" else array).numpy()
+    elif isinstance(array, np.ndarray):
+        name = array.dtype.name
+        out = array.view(np.uint16) if name == "bfloat16" else array
+    else:
+        raise CacheError(f"{what}: a NumPy, CuPy or torch array is needed to write to, not {type(array).__name__}")
+    if name not in ("float32", "float16", "bfloat16"):
+        raise CacheError(f"{what}: float32, float16 or bfloat16 is needed to write to, not {name}")
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise CacheError(f"{what}: the array cannot be written to")
+    return out
+
+
+def host_integers(array: Any, what: str) -> NDArray[np.int64]:
+    """Integers of any library as an int64 array in host memory. CacheError if they are not integers."""
+    out = to_numpy(array)[0]
+    if out.dtype.kind not in "iu":
+        raise CacheError(f"{what}: expected integers, got {out.dtype}")
+    return out.astype(np.int64)
+
+
+def _bits_of(tensor: Any) -> Any:
+    import torch  # there is a tensor of it
+
+    return tensor.view(torch.int16).view(torch.uint16) if hasattr(torch, "uint16") else tensor.view(torch.int16)
+
+
+def bfloat16_bits(values: Any) -> Any:
+    """The bfloat16 nearest to each float32 (ties to even), as its 16 bits: uint16. Finite values only."""
+    bits = module_of(values).ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(np.uint16)
 
 
-def round_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.float32]:
+def from_bfloat16_bits(bits: Any) -> Any:
+    """The float32 that bits (uint16) of bfloat16 stand for."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def round_to_bfloat16(values: Any) -> Any:
     """Each float32 rounded to the nearest bfloat16, still as float32. Finite values only."""
-    return (bfloat16_bits(values).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return from_bfloat16_bits(bfloat16_bits(values))

@@ -1,4 +1,4 @@
-"""A transformer's KV cache as NumPy arrays, and the rotation that its keys carry."""
+"""A transformer's KV cache in host memory or on a CUDA device, and the rotation that its keys carry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from seqkv.engine.arrays import bfloat16_bits, round_to_bfloat16, to_numpy
+from seqkv.cuda_kernels import device
+from seqkv.engine.arrays import (
+    bfloat16_bits,
+    from_bfloat16_bits,
+    module_of,
+    on_device,
+    round_to_bfloat16,
+    to_cupy,
+    to_numpy,
+)
 from seqkv.engine.errors import CacheError
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -126,9 +135,9 @@ class KVCache:
     """The keys and values that one sequence left in a transformer's attention layers.
 
     keys, values: one array [layers, kv_heads, tokens, head_dim] each, or a sequence with an array
-        [kv_heads, tokens, head_dim] for each layer. NumPy, torch, CuPy, and anything with `__array__` or DLPack, on
-        any device; float32, float16 or bfloat16, the same in all layers. The width of keys and values may differ, and
-        so may head counts and widths between layers. Keys are taken as attention uses them, after the rotation.
+        [kv_heads, tokens, head_dim] for each layer. NumPy, torch, CuPy, and anything with `__array__` or DLPack;
+        float32, float16 or bfloat16, the same in all layers. The width of keys and values may differ, and so may head
+        counts and widths between layers. Keys are taken as attention uses them, after the rotation.
     positions: [tokens] integers, strictly increasing, not negative: the position of each token, as the rotation
         counts it. 0, 1, 2, ... if not given.
     rope: how the keys were turned: one Rope for all layers, or a sequence with a Rope or None for each layer. None if
@@ -137,13 +146,16 @@ class KVCache:
         given.
 
     Attributes:
-        keys, values: lists of NumPy arrays [kv_heads, tokens, head_dim], an array for each layer: float16 if dtype is
-            "float16", else float32 (NumPy has no bfloat16). They share memory with the arrays given where they can.
+        keys, values: lists of arrays [kv_heads, tokens, head_dim], an array for each layer, sharing memory with the
+            arrays given where they can. In host memory NumPy arrays: float16 if dtype is "float16", else float32
+            (NumPy has no bfloat16). Arrays given on a CUDA device stay there, as CuPy arrays: float16, float32, or
+            uint16 with the bits of bfloat16.
         dtype: the name of the dtype that the values come from.
-        positions: [tokens] int64.
+        positions: [tokens] int64, in host memory.
         rope: a list with a Rope or None for each layer.
 
-    Raises CacheError for shapes that disagree, another dtype, NaN or infinity, no layers, no tokens.
+    Raises CacheError for shapes that disagree, another dtype, NaN or infinity, no layers, no tokens, arrays of which
+    some are on a device and some are not; DeviceError for arrays on a device if CuPy is not installed.
     """
 
     def __init__(
@@ -164,14 +176,47 @@ class KVCache:
                 f"a cache holds one of {', '.join(ITEM_BYTES)} in all layers, not {', '.join(dtypes)}"
                 + ("" if dtype is None else f" as {dtype}")
             )
+        if len({on_device(x) for x in self.keys + self.values}) != 1:
+            raise CacheError("some arrays are on a CUDA device and some are not: move all to one place")
         if dtype is not None and dtype != dtypes[0]:
-            self.keys = [_rounded(x, dtype) for x in self.keys]
-            self.values = [_rounded(x, dtype) for x in self.values]
-        self.dtype: str = dtype or dtypes[0]
+            self.keys = [_rounded(x, dtypes[0], dtype) for x in self.keys]
+            self.values = [_rounded(x, dtypes[0], dtype) for x in self.values]
+        self._finish(dtype or dtypes[0], positions, rope)
+
+    def _finish(self, dtype: str, positions: Any, rope: Rope | Sequence[Rope | None] | None) -> None:
+        self.dtype = dtype
         _check_finite(self.keys, "keys")
         _check_finite(self.values, "values")
         self.positions = _positions(positions, self.tokens)
         self.rope = _ropes(rope, self.keys)
+
+    @classmethod
+    def of_parts(
+        cls,
+        keys: list[Any],
+        values: list[Any],
+        dtype: str,
+        positions: NDArray[np.int64],
+        rope: Sequence[Rope | None],
+    ) -> KVCache:
+        """A cache of arrays that are already as its attributes have them."""
+        kv = cls.__new__(cls)
+        kv.keys, kv.values = keys, values
+        kv._finish(dtype, positions, rope)
+        return kv
+
+    @property
+    def backend(self) -> Literal["cpu", "cuda"]:
+        """Where the arrays are: "cuda" on a CUDA device, "cpu" in host memory."""
+        return "cuda" if on_device(self.keys[0]) else "cpu"
+
+    def to(self, backend: Literal["cpu", "cuda"]) -> KVCache:
+        """This cache, or a copy of it on the host ("cpu") or on the current CUDA device ("cuda")."""
+        if backend == self.backend:
+            return self
+        move = _to_device if backend == "cuda" else _to_host
+        keys, values = ([move(x, self.dtype) for x in side] for side in (self.keys, self.values))
+        return self.of_parts(keys, values, self.dtype, self.positions, self.rope)
 
     @property
     def shape(self) -> tuple[tuple[int, int, int], ...]:
@@ -209,7 +254,8 @@ class KVCache:
         for key, value in zip(self.keys, self.values, strict=True):
             for array in (key, value):
                 state.update(np.array(array.shape, "<u8").tobytes())
-                raw = bfloat16_bits(array) if self.dtype == "bfloat16" else array
+                host = _to_host(array, self.dtype) if on_device(array) else array
+                raw = bfloat16_bits(host) if self.dtype == "bfloat16" else host
                 state.update(np.ascontiguousarray(raw, raw.dtype.newbyteorder("<")).view(np.uint8).data)
         return state.hexdigest()
 
@@ -217,18 +263,31 @@ class KVCache:
         return f"KVCache(layers={self.layers}, tokens={self.tokens}, dtype={self.dtype}, nbytes={self.nbytes:,})"
 
 
-def _layers(arrays: Any, side: str) -> tuple[list[NDArray[Any]], set[str]]:
+def _layers(arrays: Any, side: str) -> tuple[list[Any], set[str]]:
     """The layers' arrays and the names of their dtypes."""
     if hasattr(arrays, "shape"):
-        stacked, dtype = to_numpy(arrays)
+        stacked, dtype = _taken(arrays)
         if stacked.ndim != 4:
             raise CacheError(f"{side}: expected [layers, kv_heads, tokens, head_dim], got shape {stacked.shape}")
         return list(stacked), {dtype}
-    pairs = [to_numpy(array) for array in arrays]
+    pairs = [_taken(array) for array in arrays]
     for layer, (array, _) in enumerate(pairs):
         if array.ndim != 3:
             raise CacheError(f"{side} of layer {layer}: expected [kv_heads, tokens, head_dim], got shape {array.shape}")
     return [array for array, _ in pairs], {dtype for _, dtype in pairs}
+
+
+def _taken(array: Any) -> tuple[Any, str]:
+    return to_cupy(array) if on_device(array) else to_numpy(array)
+
+
+def _to_device(array: NDArray[Any], dtype: str) -> Any:
+    return device.cupy().asarray(bfloat16_bits(array) if dtype == "bfloat16" else array)
+
+
+def _to_host(array: Any, dtype: str) -> NDArray[Any]:
+    host = to_numpy(array)[0]
+    return from_bfloat16_bits(host) if dtype == "bfloat16" else host
 
 
 def _check_shapes(keys: list[NDArray[Any]], values: list[NDArray[Any]]) -> None:
@@ -247,21 +306,33 @@ def _check_shapes(keys: list[NDArray[Any]], values: list[NDArray[Any]]) -> None:
             raise CacheError(f"layer {layer}: keys have {key.shape[0]} heads, values {value.shape[0]}")
 
 
-def _rounded(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+def _rounded(array: Any, given: str, dtype: str) -> Any:
+    """Values of dtype `given` as those of another. NaN and infinity stay what they are, to be refused by name."""
+    if given == "bfloat16" and on_device(array):
+        array = from_bfloat16_bits(array)
     if dtype == "float16":
         with np.errstate(over="ignore"):  # too large becomes infinity, which is refused by name
             return array.astype(np.float16)
-    # NaN and infinity stay what they are, to be refused by name
-    wide = array.astype(np.float32)
-    return np.where(np.isfinite(wide), round_to_bfloat16(wide), wide) if dtype == "bfloat16" else wide
+    wide, xp = array.astype(np.float32), module_of(array)
+    if dtype == "float32":
+        return wide
+    if on_device(array):
+        return xp.where(xp.isfinite(wide), bfloat16_bits(wide), np.uint16(_EXPONENT_16))
+    return xp.where(xp.isfinite(wide), round_to_bfloat16(wide), wide)
 
 
-def _check_finite(arrays: list[NDArray[Any]], side: str) -> None:
+_EXPONENT_16 = 0x7F80  # of bfloat16; all set for NaN and infinity
+
+
+def _check_finite(arrays: list[Any], side: str) -> None:
     for layer, array in enumerate(arrays):
-        finite = np.isfinite(array)
+        if array.dtype == np.uint16:
+            finite = (array & np.uint16(_EXPONENT_16)) != _EXPONENT_16
+        else:
+            finite = module_of(array).isfinite(array)
         if not finite.all():
-            head, token, channel = np.argwhere(~finite)[0]
-            value = array[head, token, channel]
+            head, token, channel = np.argwhere(~to_numpy(finite)[0])[0]
+            value = _to_host(array[head, token, channel], "bfloat16" if array.dtype == np.uint16 else "float32")
             raise CacheError(f"{side} of layer {layer}, token {token}: {value} in head {head}, channel {channel}")
 
 

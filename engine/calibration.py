@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from seqkv.engine import codec, importance, mixture, prediction, quantiser
+from seqkv.engine import codec, host, importance, mixture, prediction, quantiser
 from seqkv.engine.cache import KVCache, Rope
 from seqkv.engine.errors import CalibrationError
 from seqkv.engine.layout import block_widths
@@ -143,7 +143,7 @@ class _Observations:
         classes = importance.classes(attention)
         self.classes[:, rows] = classes
         self.attention[:, rows] = importance.relative(attention)
-        values = codec.blocks_of(kv, slice(None))
+        values = host.blocks_of(kv, slice(None))
         for b, block in enumerate(self.blocks):
             block[rows] = np.clip(values(b), -65504, 65504)
         if sample:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from seqkv.engine import importance, prediction, quantiser
+from seqkv.engine.arrays import module_of, to_numpy
 from seqkv.engine.layout import block_starts
 
 WINDOW = 768  # decoded tokens that a chunk's model is fitted to
@@ -45,15 +47,18 @@ def gain_table(layers: int) -> NDArray[np.int8]:
     return np.stack([np.tile(by_class + side, (layers, 1)) for side in (_KEY_GAIN, _VALUE_GAIN)]).astype(np.int8)
 
 
-def statistics(values: Callable[[int], NDArray[np.float32]], blocks: int) -> NDArray[np.int16]:
-    """Scale and mean of each channel as integers, [2, coefs]; values(block) -> [tokens, channels] of the whole cache.
+def statistics(values: Callable[[int], Any], blocks: int) -> NDArray[np.int16]:
+    """Scale and mean of each channel as integers, [2, coefs]; values(block) -> [tokens, channels] of the whole cache,
+    NumPy or CuPy.
 
     Keys have a scale for each channel, the values of a layer one together: errors of values add up over channels.
     """
     scales, means = [], []
     for block in range(blocks):
         x = values(block)
-        mean, deviation = x.mean(axis=0, dtype=np.float64), x.std(axis=0, dtype=np.float64)
+        mean, deviation = (
+            to_numpy(moment)[0] for moment in (x.mean(axis=0, dtype=np.float64), x.std(axis=0, dtype=np.float64))
+        )
         if block % 2:
             deviation = np.full_like(deviation, np.sqrt(np.mean(deviation**2)))
         deviation = np.maximum(deviation, _LEAST * np.abs(mean))
@@ -67,22 +72,31 @@ def _unit(exponent: NDArray[np.number]) -> NDArray[np.float64]:
     return np.exp2(np.clip(exponent.astype(np.float64) / SCALES_PER_OCTAVE, -64, 64))
 
 
+def remembered(history: Any, decoded: Any) -> Any:
+    """The last WINDOW tokens of what was decoded, [tokens, coefs], NumPy or CuPy; history: of those before, or None."""
+    if history is None:
+        return decoded[-WINDOW:].copy()
+    return module_of(decoded).concatenate([history[len(decoded) - WINDOW :], decoded])[-WINDOW:]
+
+
 class Model:
     """A near.Model of one chunk.
 
     widths: of the blocks. channels: as `statistics` gives them. history [tokens, coefs]: the decoded tokens before,
-    the last WINDOW of them at most.
+    the last WINDOW of them at most; None at the start. Its matrices are in the memory that `history` is in.
     """
 
-    def __init__(self, widths: tuple[int, ...], channels: NDArray[np.int16], history: NDArray[np.float32]) -> None:
+    def __init__(self, widths: tuple[int, ...], channels: NDArray[np.int16], history: Any) -> None:
         self.widths = widths
         self.starts = block_starts(widths)
         self.sink_bias = np.zeros((importance.SINKS, self.starts[-1]), np.float32)
-        self.unit = _unit(channels[0]).astype(np.float32)
-        self.mean = (channels[1] * self.unit / MEANS_PER_SCALE).astype(np.float32)
+        unit = _unit(channels[0]).astype(np.float32)
+        mean = (channels[1] * unit / MEANS_PER_SCALE).astype(np.float32)
+        self.fitted = history is not None
+        self.xp = module_of(history)
+        self.unit, self.mean = self.xp.asarray(unit), self.xp.asarray(mean)
         self.token_map = np.zeros((0, self.starts[-1]), np.float32)
         self.bias = self.mean.copy()
-        self.fitted = len(history) > 0
         self.maps = [self._map(b, history) for b in range(len(widths))]
 
     def sources(self, block: int) -> range:
@@ -90,36 +104,37 @@ class Model:
         return prediction.sources(block, "layers" if self.fitted else "mean", DEPTH)
 
     @functools.cached_property
-    def forward(self) -> list[NDArray[np.float32]]:
+    def forward(self) -> list[Any]:
         """Values to coefficients, for each block."""
-        return [np.diag(1 / self.unit[self._columns(b)]) for b in range(len(self.widths))]
+        return [self.xp.diag(1 / self.unit[self._columns(b)]) for b in range(len(self.widths))]
 
     def _columns(self, block: int) -> slice:
         return slice(int(self.starts[block]), int(self.starts[block + 1]))
 
-    def _map(self, block: int, history: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def _map(self, block: int, history: Any) -> tuple[Any, Any]:
         """Weights and inverse transform of a block; sets its bias."""
         here = self._columns(block)
         before = self.sources(block)
         first, last = int(self.starts[before.start]), int(self.starts[before.stop])
-        back = np.diag(self.unit[here])
+        back = self.xp.diag(self.unit[here])
         if first == last:
             return np.zeros((0, self.widths[block]), np.float32), back
         x = (history[:, first:last] - self.mean[first:last]) / self.unit[first:last]
         y = (history[:, here] - self.mean[here]) / self.unit[here]
         gram = (x.T @ x).astype(np.float64)
-        gram[np.diag_indices_from(gram)] += RIDGE
-        w = np.linalg.solve(gram, (x.T @ y).astype(np.float64)).astype(np.float32)
+        gram += RIDGE * self.xp.eye(last - first)
+        w = self.xp.linalg.solve(gram, (x.T @ y).astype(np.float64)).astype(np.float32)
         w = w / self.unit[first:last, None] * self.unit[here]
         self.bias[here] -= self.mean[first:last] @ w
         return w, back
 
 
-def scales(symbols: NDArray[np.int32]) -> NDArray[np.int8]:
-    """Class of each coefficient of a chunk on the coder's scale axis, [coefs], from symbols [tokens, coefs]."""
-    mean = np.abs(symbols).mean(axis=0, dtype=np.float64)
+def scales(magnitude: NDArray[np.int64], tokens: int) -> NDArray[np.int8]:
+    """Class of each coefficient of a chunk on the coder's scale axis, [coefs], from the sum of the magnitudes of its
+    symbols, [coefs]."""
+    mean = magnitude / tokens
     # below about one step rounding hides what is there: a Laplace density of scale s has mean |q| = 1 / (2 sinh(1/2s))
-    scale = 0.5 / np.arcsinh(0.5 / np.maximum(mean, 0.25 / len(symbols)))
+    scale = 0.5 / np.arcsinh(0.5 / np.maximum(mean, 0.25 / tokens))
     return np.clip(np.rint((np.log2(scale) + 6) * SCALES_PER_OCTAVE), 0, 63).astype(np.int8)
 
 

@@ -9,12 +9,13 @@ of their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from seqkv.engine.arrays import to_numpy
+from seqkv.engine.arrays import module_of, to_numpy
 from seqkv.engine.errors import CacheError
 
 SINKS = 4  # tokens at the start with classes of their own
@@ -49,6 +50,31 @@ def checked(importance: Any, layers: int, tokens: int) -> NDArray[np.float32]:
     if not (np.isfinite(out).all() and (out >= 0).all()):
         raise CacheError("importance must be finite and not negative: it is attention received")
     return out
+
+
+def features(values: Callable[[int], Any], layer: int) -> Any:
+    """What attention received is estimated from: [tokens, channels + 1], un-rotated key, value, and 1.
+
+    values(block) -> [tokens, channels] float32, NumPy or CuPy.
+    """
+    key, value = values(2 * layer), values(2 * layer + 1)
+    xp = module_of(key)
+    return xp.concatenate([key, value, xp.ones((len(key), 1), np.float32)], axis=1)
+
+
+def estimated(
+    weights: Sequence[NDArray[np.float32]], tokens: int, values_of: Callable[[slice], Callable[[int], Any]], span: int
+) -> NDArray[np.float32]:
+    """Attention received, [layers, tokens], estimated from keys and values (Profile.attention), `span` tokens at a
+    time."""
+    out = np.empty((len(weights), tokens), np.float32)
+    for start in range(0, tokens, span):
+        part = slice(start, min(start + span, tokens))
+        values = values_of(part)
+        for layer, weight in enumerate(weights):
+            x = features(values, layer)
+            out[layer, part] = to_numpy(x @ module_of(x).asarray(weight))[0]
+    return np.exp2(np.clip(out, -12, 12))
 
 
 class EnergyTable:

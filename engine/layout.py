@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from seqkv.cuda_kernels.scalar import rotated
 from seqkv.engine.cache import Rope
 
 _NOTHING = np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32)
@@ -84,8 +85,8 @@ def _to_block(
                 out[t, h * width + c] = heads[h, t, c]
             for i in range(first.size):
                 a, b = heads[h, t, first[i]], heads[h, t, second[i]]
-                out[t, h * width + first[i]] = a * cos[t, i] - b * sin[t, i]
-                out[t, h * width + second[i]] = b * cos[t, i] + a * sin[t, i]
+                out[t, h * width + first[i]] = rotated(a, b, cos[t, i], -sin[t, i])
+                out[t, h * width + second[i]] = rotated(b, a, cos[t, i], sin[t, i])
 
 
 @njit(cache=True, nogil=True)
@@ -105,5 +106,5 @@ def _to_heads(
                 out[h, t, c] = block[t, start + c]
             for i in range(first.size):
                 a, b = block[t, start + first[i]], block[t, start + second[i]]
-                out[h, t, first[i]] = a * cos[t, i] - b * sin[t, i]
-                out[h, t, second[i]] = b * cos[t, i] + a * sin[t, i]
+                out[h, t, first[i]] = rotated(a, b, cos[t, i], -sin[t, i])
+                out[h, t, second[i]] = rotated(b, a, cos[t, i], sin[t, i])

@@ -185,24 +185,41 @@ def decode_chunk(
     return decoded
 
 
-def pack_chunk(scale: NDArray[np.int16], starts: NDArray[np.int32], side: Side, symbols: NDArray[np.int32]) -> bytes:
-    """A chunk's symbols as bytes: u32 length of the map of live coefficients, the map, the coded group.
+def encode_symbols(
+    scale: NDArray[np.int16], starts: NDArray[np.int32], side: Side, symbols: NDArray[np.int32]
+) -> bytes:
+    """A chunk's symbols [tokens, coefs] as bytes.
 
     scale [coefs]: place of each coefficient on the coder's scale axis at step 1 and gain 1; starts [blocks + 1].
     """
     live = np.asarray(symbols.any(axis=0))
-    # in the order of expected variance the map is one run of ones, a mixed part, and one of zeros
-    bitmap = zstandard.ZstdCompressor(level=19).compress(np.packbits(live[_by_variance(scale)]).tobytes())
     index = np.flatnonzero(live)
-    group = encode_group(symbols[:, index], *_contexts(scale, starts, side, index))
-    return _LENGTH.pack(len(bitmap)) + bitmap + group
+    return join(scale, live, encode_group(symbols[:, index], *_contexts(scale, starts, side, index)))
 
 
-def unpack_chunk(
+def decode_symbols(
     scale: NDArray[np.int16], starts: NDArray[np.int32], side: Side, data: memoryview, layers: int
 ) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
     """Symbols of the live coefficients of the first `layers` layers, and which these are. StreamError on damage."""
-    total = int(starts[-1])
+    live, group = split(scale, data)
+    index = np.flatnonzero(live)
+    try:
+        symbols = decode_group(group, side.gain.shape[1], *_contexts(scale, starts, side, index), segments=2 * layers)
+    except CorruptGroup as error:
+        raise StreamError(f"altered chunk: {error}") from error
+    return symbols, index[: symbols.shape[1]]
+
+
+def join(scale: NDArray[np.int16], live: NDArray[np.bool_], group: bytes) -> bytes:
+    """A chunk's bytes: u32 length of the map of live coefficients, the map, the coded group of these."""
+    # in the order of expected variance the map is one run of ones, a mixed part, and one of zeros
+    bitmap = zstandard.ZstdCompressor(level=19).compress(np.packbits(live[_by_variance(scale)]).tobytes())
+    return _LENGTH.pack(len(bitmap)) + bitmap + group
+
+
+def split(scale: NDArray[np.int16], data: memoryview) -> tuple[NDArray[np.bool_], memoryview]:
+    """The live coefficients [coefs] and the group that `join` put together. StreamError on damage."""
+    total = len(scale)
     bitmap_bytes = (total + 7) // 8
     if len(data) < _LENGTH.size:
         raise StreamError("truncated chunk")
@@ -212,27 +229,29 @@ def unpack_chunk(
         if zstandard.get_frame_parameters(frame).content_size != bitmap_bytes:
             raise StreamError("altered chunk: its map has the wrong size")
         bitmap = zstandard.ZstdDecompressor().decompress(frame, max_output_size=bitmap_bytes)
-        live = np.zeros(total, bool)
-        live[_by_variance(scale)] = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=total).astype(bool)
-        index = np.flatnonzero(live)
-        contexts = _contexts(scale, starts, side, index)
-        symbols = decode_group(group, side.gain.shape[1], *contexts, segments=2 * layers)
-    except (zstandard.ZstdError, CorruptGroup) as error:
+    except zstandard.ZstdError as error:
         raise StreamError(f"altered chunk: {error}") from error
-    return symbols, index[: symbols.shape[1]]
+    live = np.zeros(total, bool)
+    live[_by_variance(scale)] = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=total).astype(bool)
+    return live, group
 
 
 def _by_variance(scale: NDArray[np.int16]) -> NDArray[np.intp]:
     return np.argsort(-scale.astype(np.int32), kind="stable")
 
 
+def base_places(scale: NDArray[np.int16], step: int) -> NDArray[np.int16]:
+    """Where the coder's contexts of coefficients start at a step, from their places at step 1."""
+    places = scale.astype(np.int32) + quantiser.step_units(step)
+    return np.clip(places, -(2**15), 2**15 - 1).astype(np.int16)
+
+
 def _contexts(
     scale: NDArray[np.int16], starts: NDArray[np.int32], side: Side, live: NDArray[np.intp]
 ) -> tuple[NDArray[np.int16], NDArray[np.int16], NDArray[np.int32]]:
     """Where the coder's contexts start: base [live], offset [tokens, blocks], segment starts [blocks + 1]."""
-    base = np.clip(scale[live].astype(np.int32) + quantiser.step_units(side.step), -(2**15), 2**15 - 1)
     offset = np.ascontiguousarray(quantiser.gain_units(side.gain).T)
-    return base.astype(np.int16), offset, np.searchsorted(live, starts).astype(np.int32)
+    return base_places(scale[live], side.step), offset, np.searchsorted(live, starts).astype(np.int32)
 
 
 _MIDDLE = importance.LEVELS // 2

@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from seqkv.cuda_kernels.scalar import plus_product
 from seqkv.engine.errors import ProbsError
 from seqkv.engine.probs import TokenProbs
 
@@ -61,13 +62,17 @@ def accumulate(rows: NDArray[np.float32], index: NDArray[np.intp], weights: NDAr
     """Predicted-KV accumulation: out[t] = sum over k of weights[t, k] * rows[index[t, k]].
 
     rows [rows, width] float32, index [tokens, k], weights [tokens, k] float32 -> [tokens, width] float32, summed in the
-    order of k.
+    order of k, in float64.
     """
-    out = np.zeros((index.shape[0], rows.shape[1]), np.float32)
+    out = np.empty((index.shape[0], rows.shape[1]), np.float32)
+    total = np.empty(rows.shape[1])
     for t in range(index.shape[0]):
+        total[:] = 0
         for k in range(index.shape[1]):
-            p = weights[t, k]
+            weight = weights[t, k]
             row = index[t, k]
-            for c in range(rows.shape[1]):
-                out[t, c] += p * rows[row, c]
+            for c in range(total.size):
+                total[c] = plus_product(total[c], weight, rows[row, c])
+        for c in range(total.size):
+            out[t, c] = total[c]
     return out

@@ -73,6 +73,11 @@ class TokenProbs:
         """Number of candidates kept for each token; 0 if no probabilities are known."""
         return self.topk_ids.shape[1]
 
+    def part(self, start: int, stop: int) -> TokenProbs:
+        """Tokens start to stop alone."""
+        part = slice(start, stop)
+        return TokenProbs(self.token_ids[part], self.topk_ids[part], self.topk_probs[part], self.surprisal[part])
+
     @classmethod
     def from_logits(cls, logits: Any, token_ids: Any, k: int = 20) -> TokenProbs:
         """From a model's logits for the same tokens.

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit
-from numba.extending import register_jitable
 from numpy.typing import NDArray
 
+from seqkv.cuda_kernels.scalar import LARGEST_SYMBOL as LARGEST_SYMBOL
+from seqkv.cuda_kernels.scalar import dequantised, plus_product, quantised
 from seqkv.entropy_coding.contexts import CLASSES_PER_OCTAVE, LOWEST_OCTAVE, UNITS
 
 UNITS_PER_OCTAVE = UNITS * CLASSES_PER_OCTAVE  # of the scale axis of entropy_coding.contexts
 STEPS_PER_OCTAVE = 16
 GAINS_PER_OCTAVE = 4
-LARGEST_SYMBOL = 1 << 30
 
 
 def step_size(index: int) -> float:
@@ -55,14 +55,6 @@ def scale_units(scale: NDArray[np.floating]) -> NDArray[np.int16]:
     return np.clip(np.rint(octaves * UNITS_PER_OCTAVE) + UNITS // 2, -(2**15), 2**15 - 1).astype(np.int16)
 
 
-@register_jitable
-def quantised(scaled: float) -> int:
-    """The symbol of a residual in units of its own step: the nearest integer."""
-    # an integer of a float too large for it is undefined; NaN is too large as well
-    magnitude = int(abs(scaled) + 0.5) if abs(scaled) < LARGEST_SYMBOL else LARGEST_SYMBOL
-    return magnitude if scaled > 0 else -magnitude
-
-
 @njit(cache=True, nogil=True)
 def quantise(residual: NDArray[np.float32], fineness: NDArray[np.float32], symbols: NDArray[np.int32]) -> float:
     """Quantise a block: symbols [tokens, coefs] int32 are written.
@@ -70,14 +62,15 @@ def quantise(residual: NDArray[np.float32], fineness: NDArray[np.float32], symbo
     residual [tokens, coefs] float32; fineness [tokens] float32: 1 / step of each token.
     Returns the sum of (error in steps)^2; infinity if a residual is beyond LARGEST_SYMBOL steps, or NaN.
     """
-    total = 0.0
-    for t in range(residual.shape[0]):
-        for j in range(residual.shape[1]):
-            scaled = residual[t, j] * fineness[t]
-            q = quantised(scaled)
-            symbols[t, j] = q
-            total += (scaled - q) * (scaled - q) if abs(scaled) < LARGEST_SYMBOL else np.inf
-    return total
+    tokens, coefs = residual.shape
+    # a row and a sum for each coefficient: loops that compile to vector instructions, whatever the strides of symbols
+    row, lost = np.empty(coefs, np.int32), np.zeros(coefs)
+    for t in range(tokens):
+        for j in range(coefs):
+            row[j], error = quantised(residual[t, j], fineness[t])
+            lost[j] = plus_product(lost[j], error, error)
+        symbols[t] = row
+    return lost.sum()
 
 
 @njit(cache=True, nogil=True)
@@ -86,5 +79,5 @@ def dequantise(symbols: NDArray[np.int32], steps: NDArray[np.float32]) -> NDArra
     out = np.empty(symbols.shape, np.float32)
     for t in range(symbols.shape[0]):
         for j in range(symbols.shape[1]):
-            out[t, j] = symbols[t, j] * steps[t]
+            out[t, j] = dequantised(symbols[t, j], steps[t])
     return out

@@ -30,12 +30,14 @@ from seqkv.engine import (
     SeqkvError,
     StreamError,
     TokenProbs,
-    codec,
     container,
+    form,
+    host,
     near,
     prediction,
 )
 from seqkv.engine.container import Container, Section
+from seqkv.engine.modes import Calibrated
 
 FINE = 2.0**-24  # a step at which nothing but float32 rounding is left
 ROPE = Rope.from_theta(1e4, 8)
@@ -71,7 +73,7 @@ def rewritten(
     entries = {name: value for name, value in parsed.header.items() if name not in without} | (header or {})
     parts = {key: bytes(parsed.section(*key)) for key in parsed.sections}
     for name, data in sections.items():
-        key = (getattr(codec, name), 0)
+        key = (getattr(form, name), 0)
         if data is None:
             del parts[key]
         else:
@@ -221,7 +223,7 @@ def test_chunks_that_are_not_needed_are_not_read(long: Any, profile: Profile) ->
     parsed = Container.parse(stream)
     damaged, end = bytearray(stream), len(stream)
     for key in reversed(parsed.sections):
-        if key == (codec.CHUNK, 2):
+        if key == (form.CHUNK, 2):
             damaged[end - 1] ^= 1
         end -= parsed.length(*key)
     part = engine.decode(bytes(damaged), profile=profile, tokens=slice(0, 512))
@@ -348,7 +350,7 @@ def test_importance_is_estimated_if_not_given(profile: Profile, sample: Callable
     estimated = engine.encode(s.kv, s.probs, profile=profile, step=2.0**-12)
     flat = engine.encode(s.kv, s.probs, profile=profile, step=2.0**-12, importance=np.ones_like(s.importance))
     assert len({given, estimated, flat}) == 3
-    estimate = np.log(codec.estimated_attention(s.kv, profile.attention))
+    estimate = np.log(Calibrated(profile).attention(s.kv, host.blocks_of, host.SPAN))
     for layer in range(3):
         assert np.corrcoef(estimate[layer, 4:], np.log(s.importance[layer, 4:]))[0, 1] > 0.7
 
@@ -754,7 +756,7 @@ def test_hostile_bytes_make_no_more_than_a_cache(
     stream = engine.encode(s.kv, s.probs, profile=profile, step=0.5)
     for steps in ([16], [-640], [640]):
         base = rewritten(stream, {"steps": steps})
-        good = np.frombuffer(Container.parse(base).section(getattr(codec, name)), np.uint8)
+        good = np.frombuffer(Container.parse(base).section(getattr(form, name)), np.uint8)
         refused = 0
         for seed in range(60):
             rng = np.random.default_rng(seed)
@@ -780,8 +782,8 @@ def test_hostile_bytes_make_no_more_than_a_cache(
 def test_symbols_beyond_reason(profile: Profile, sample: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk whose every symbol is the largest there is, at the coarsest step: refused, or a cache."""
     s = sample(12)
-    pack = near.pack_chunk
-    monkeypatch.setattr(near, "pack_chunk", lambda *known: pack(*known[:-1], np.full_like(known[-1], 2**31 - 1)))
+    pack = near.encode_symbols
+    monkeypatch.setattr(near, "encode_symbols", lambda *known: pack(*known[:-1], np.full_like(known[-1], 2**31 - 1)))
     stream = rewritten(engine.encode(s.kv, s.probs, profile=profile, step=0.5), {"steps": [-640]})
     monkeypatch.undo()
     for dtype in ("float32", "float16", "bfloat16"):

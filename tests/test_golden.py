@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from seqkv import engine
-from seqkv.engine import KVCache, Profile, Rope, TokenProbs, codec
+from seqkv.engine import KVCache, Profile, Rope, TokenProbs, form
 from seqkv.engine.container import Container, unpack
 
 HERE = Path(__file__).parent / "golden"
@@ -58,11 +58,11 @@ def test_the_cache_encodes_to_the_same_content(stored: dict[str, Any], golden_pr
     assert ours.sections == theirs.sections
     for name in ("dtype", "tokens", "shape", "profile", "steps", "ropes", "tier"):
         assert ours.header[name] == theirs.header[name]
-    assert ours.section(codec.CLASSES) == theirs.section(codec.CLASSES)
-    for kind, dtype in ((codec.TOKENS, np.uint32), (codec.POSITIONS, np.int64)):
+    assert ours.section(form.CLASSES) == theirs.section(form.CLASSES)
+    for kind, dtype in ((form.TOKENS, np.uint32), (form.POSITIONS, np.int64)):
         one, other = (unpack(stream.section(kind), dtype, shape=(24,)) for stream in (ours, theirs))
         np.testing.assert_array_equal(one, other)
-    assert symbols_of(ours.section(codec.CHUNK)) == symbols_of(theirs.section(codec.CHUNK))
+    assert symbols_of(ours.section(form.CHUNK)) == symbols_of(theirs.section(form.CHUNK))
 
 
 def symbols_of(chunk: memoryview) -> tuple[bytes, bytes]:

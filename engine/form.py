@@ -1,0 +1,92 @@
+"""What a stream says of the cache in it: the kinds of its sections, and its header."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from seqkv.engine import container, near, rate_control
+from seqkv.engine.cache import KVCache, Rope
+from seqkv.engine.container import Container, Section
+from seqkv.engine.errors import SeqkvError, StreamError
+
+TOKENS, TOPK_IDS, TOPK_PROBS, POSITIONS, CLASSES, CHUNK, CHANNELS, SCALES = range(1, 9)  # kinds of sections
+NAMES = {
+    TOKENS: "token ids",
+    TOPK_IDS: "top-k ids",
+    TOPK_PROBS: "top-k probabilities",
+    POSITIONS: "positions",
+    CLASSES: "importance",
+    CHUNK: "coefficients",
+    CHANNELS: "channel statistics",
+    SCALES: "scales",
+}
+_MOST_TOKENS = 1 << 31
+
+
+class Form:
+    """A stream's header, every entry checked. StreamError if it cannot be right."""
+
+    def __init__(self, parsed: Container) -> None:
+        header = parsed.header
+        try:
+            if header["tier"] != "near":
+                raise StreamError(f"tier {header['tier']!r} is not known to this version")
+            self.dtype: str = header["dtype"]
+            self.storage = np.dtype({"float32": "f4", "float16": "f2", "bfloat16": "f4"}[self.dtype])
+            self.tokens = _count(header["tokens"], _MOST_TOKENS)
+            self.shape = tuple((_count(h), _count(k), _count(v)) for h, k, v in header["shape"])
+            self.profile: str | None = header["profile"]
+            self.steps = [int(i) for i in header["steps"]]
+            ropes = [None if r is None else Rope.from_dict(r) for r in header["ropes"]]
+            self.rope = [ropes[i] for i in header["rope"]] if len(ropes) > 1 else ropes * len(self.shape)
+            self._check()  # before anything of their size is made
+            if header.get("positions") == "arange":
+                self.positions = np.arange(self.tokens, dtype=np.int64)
+            else:
+                self.positions = container.unpack(parsed.section(POSITIONS), np.int64, shape=(self.tokens,))
+        except StreamError:
+            raise
+        except (SeqkvError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise StreamError(f"altered: the header cannot be understood: {error!r}") from error
+        if (self.positions[1:] <= self.positions[:-1]).any() or self.positions[0] < 0:
+            raise StreamError("altered: positions do not increase")
+
+    def _check(self) -> None:
+        """StreamError unless the numbers fit together."""
+        fine = all(rate_control.COARSEST <= i <= rate_control.FINEST for i in self.steps)
+        if not self.shape or len(self.rope) != len(self.shape) or len(self.steps) != chunks(self.tokens) or not fine:
+            raise StreamError("altered: the header contradicts itself")
+        for rope, (_, width, _) in zip(self.rope, self.shape, strict=True):
+            # the compiled rotation does not check its indices
+            if rope is not None and rope.rotary_dim > width:
+                raise StreamError(f"altered: a rope turns {rope.rotary_dim} channels, the keys have {width}")
+
+
+def describe(kv: KVCache) -> tuple[dict[str, Any], list[Section]]:
+    """What Form reads of a cache itself: header entries, and a section for positions that are not 0, 1, 2, ..."""
+    distinct = list(dict.fromkeys(kv.rope))
+    header: dict[str, Any] = {"tier": "near", "dtype": kv.dtype, "tokens": kv.tokens, "shape": kv.shape}
+    header["ropes"] = [None if r is None else r.to_dict() for r in distinct]
+    if len(distinct) > 1:
+        header["rope"] = [distinct.index(r) for r in kv.rope]
+    if (kv.positions == np.arange(kv.tokens)).all():
+        return header | {"positions": "arange"}, []
+    return header, [Section(POSITIONS, 0, container.pack(kv.positions))]
+
+
+def chunks(tokens: int) -> int:
+    """How many chunks that many tokens have."""
+    return -(-tokens // near.CHUNK)
+
+
+def chunk_bounds(chunk: int, tokens: int) -> tuple[int, int]:
+    """First token of a chunk, and the one after its last."""
+    return chunk * near.CHUNK, min((chunk + 1) * near.CHUNK, tokens)
+
+
+def _count(value: Any, most: int = 1 << 20) -> int:
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise StreamError(f"altered: {value!r} where a number from 1 to {most} is expected")
+    return value

@@ -1,0 +1,134 @@
+"""The near tier on the CPU: chunk after chunk, the symbols of several coded at the same time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqkv.engine import near, prediction
+from seqkv.engine.arrays import round_to_bfloat16
+from seqkv.engine.cache import KVCache
+from seqkv.engine.container import Container, Section
+from seqkv.engine.errors import ProbsError, StreamError
+from seqkv.engine.form import CHUNK, SCALES, Form, chunk_bounds, chunks
+from seqkv.engine.layout import Turns
+from seqkv.engine.modes import Mode
+from seqkv.engine.probs import TokenProbs
+from seqkv.engine.target import Target
+
+SPAN = near.CHUNK  # tokens looked at together
+WORKERS = min(4, os.cpu_count() or 1)  # chunks whose symbols are coded at the same time
+
+
+def blocks_of(kv: KVCache, tokens: slice) -> Callable[[int], NDArray[np.float32]]:
+    """The blocks of some tokens of a cache: block -> [tokens, channels] float32, keys before rotation."""
+    turns = Turns(kv.positions[tokens])
+
+    def values(block: int) -> NDArray[np.float32]:
+        layer, is_value = divmod(block, 2)
+        if is_value:
+            return turns.to_block(kv.values[layer][:, tokens], None)
+        return turns.to_block(kv.keys[layer][:, tokens], kv.rope[layer])
+
+    return values
+
+
+def encode_chunks(
+    kv: KVCache, mode: Mode, probs: TokenProbs, gain: NDArray[np.int8], step: int
+) -> tuple[list[Section], near.Loss]:
+    """The sections of all chunks, and what quantisation lost. gain [blocks, tokens]: gain indices; step: step index."""
+
+    def pack(chunk: int, side: near.Side, symbols: NDArray[np.int32]) -> list[Section]:
+        magnitude = np.abs(symbols).sum(axis=0, dtype=np.int64)
+        scale, stored = mode.scale(magnitude, len(symbols), step)
+        extra = [Section(SCALES, chunk, stored)] if stored else []
+        return [*extra, Section(CHUNK, chunk, near.encode_symbols(scale, mode.starts, side, symbols))]
+
+    sections: list[Section] = []
+    loss = near.Loss.none()
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for some in _batches(range(chunks(kv.tokens))):
+            coded = []
+            for chunk in some:
+                start, stop = chunk_bounds(chunk, kv.tokens)
+                side = _side(mode, probs, gain, step, start, stop)
+                symbols, decoded, lost = near.encode_chunk(mode.model(), side, blocks_of(kv, slice(start, stop)))
+                mode.learn(decoded)
+                loss += lost
+                coded.append((chunk, side, symbols))
+            for packed in pool.map(pack, *zip(*coded, strict=True)):
+                sections += packed
+    return sections, loss
+
+
+def decode_chunks(
+    parsed: Container,
+    form: Form,
+    mode: Mode,
+    probs: TokenProbs,
+    gain: NDArray[np.int8],
+    wanted: range,
+    depth: range,
+    target: Target,
+) -> None:
+    """Decode the tokens `wanted` of the layers `depth` into `target`, and no more than that needs."""
+    layers = len(form.shape) if mode.sequential else depth.stop  # that must be decoded
+
+    def unpack(chunk: int) -> tuple[near.Side, NDArray[np.int32], NDArray[np.intp]]:
+        try:
+            side = _side(mode, probs, gain, form.steps[chunk], *chunk_bounds(chunk, form.tokens))
+        except ProbsError as error:
+            raise StreamError(f"altered: {error}") from error
+        scale = mode.stored_scale(parsed, chunk, side.step)
+        return side, *near.decode_symbols(scale, mode.starts, side, parsed.section(CHUNK, chunk), layers)
+
+    def store(chunk: int, decoded: NDArray[np.float32]) -> None:
+        start, stop = chunk_bounds(chunk, form.tokens)
+        first, last = max(start, wanted.start), min(stop, wanted.stop)
+        if first >= last:
+            return
+        turns, slots = Turns(form.positions[first:last]), target.slots[first - wanted.start : last - wanted.start]
+        for block in range(2 * depth.start, 2 * depth.stop):
+            layer, is_value = divmod(block, 2)
+            values = decoded[first - start : last - start, mode.starts[block] : mode.starts[block + 1]]
+            into = target.side(layer - depth.start, is_value)
+            rope = None if is_value else form.rope[layer]
+            if not target.own:
+                turns.to_heads(values, rope, into, slots)  # type: ignore[call-arg]
+                continue
+            part = into[0][:, slots[0] : slots[-1] + 1]
+            turns.to_heads(values, rope, part)
+            if form.dtype == "bfloat16":  # float32 here, as NumPy has none
+                part[...] = round_to_bfloat16(part)
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for some in _batches(needed(mode, wanted)):
+            blocks = []
+            for side, symbols, live in pool.map(unpack, some):
+                blocks.append(near.decode_chunk(mode.model(), side, symbols, live, layers))
+                mode.learn(blocks[-1])
+            list(pool.map(store, some, blocks))
+
+
+def empty(form: Form) -> Callable[[tuple[int, ...]], NDArray[np.floating]]:
+    """Makes arrays of a stream's dtype."""
+    return lambda shape: np.empty(shape, form.storage)
+
+
+def needed(mode: Mode, wanted: range) -> range:
+    """The chunks that must be decoded for some tokens."""
+    return range(0 if mode.sequential else wanted.start // near.CHUNK, chunks(wanted.stop))
+
+
+def _batches(some: range) -> Iterator[range]:
+    """As many chunks at a time as are coded in threads. Linear algebra, which has its own threads, is done between."""
+    return (some[i : i + WORKERS] for i in range(0, len(some), WORKERS))
+
+
+def _side(mode: Mode, probs: TokenProbs, gain: NDArray[np.int8], step: int, start: int, stop: int) -> near.Side:
+    rows, index = prediction.token_rows(mode.table, probs.part(start, stop), mode.predictor)
+    return near.Side(rows, index, np.ascontiguousarray(gain[:, start:stop]), step, first=start == 0)
