@@ -13,11 +13,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from seqkv.cuda_kernels.scalar import rotated
+from seqkv.cuda_kernels.scalar import LARGEST_HALF, bfloat16_bits, rotated
 from seqkv.engine.cache import Rope
-
-_NOTHING = np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32)
-_NO_PAIRS = np.zeros(0, np.intp), np.zeros(0, np.intp)
 
 
 def block_widths(shape: tuple[tuple[int, int, int], ...]) -> tuple[int, ...]:
@@ -41,70 +38,98 @@ class Turns:
 
     def to_block(self, heads: NDArray[Any], rope: Rope | None) -> NDArray[np.float32]:
         """[kv_heads, tokens, width] -> [tokens, channels] float32, turned back if there is a rope."""
-        out = np.empty((heads.shape[1], heads.shape[0] * heads.shape[2]), np.float32)
-        cos, sin = self._angles(rope)
-        first, second = _NO_PAIRS if rope is None else rope.pairs()
+        by_token = heads.astype(np.float32, copy=False).transpose(1, 0, 2)
+        out = np.empty(by_token.shape, np.float32)
         factor = np.float32(1.0 if rope is None else 1.0 / rope.scaling)
-        _to_block(heads.astype(np.float32, copy=False), cos * factor, sin * -factor, first, second, out)
-        return out
+        self._turn(by_token, rope, factor, -factor, out)
+        return out.reshape(len(out), -1)
 
-    def to_heads(self, block: NDArray[np.float32], rope: Rope | None, heads: NDArray[Any]) -> None:
-        """[tokens, channels] -> heads [kv_heads, tokens, width], written in place, turned if there is a rope."""
-        cos, sin = self._angles(rope)
-        first, second = _NO_PAIRS if rope is None else rope.pairs()
+    def to_heads(
+        self, block: NDArray[np.float32], rope: Rope | None, out: NDArray[Any], slots: NDArray[np.int64] | None = None
+    ) -> None:
+        """[tokens, channels] -> out [blocks, kv_heads, block, width], written in place, turned if there is a rope.
+
+        out: float32; float16, to whose range values are clipped; or uint16, the bits of bfloat16. Any strides, so that
+            it may be the first or last columns of a wider array. [kv_heads, tokens, width] is one block.
+        slots: [tokens], distinct: token t goes to out[slots[t] // block, :, slots[t] % block]; t itself if not given.
+            ValueError if one is outside `out`.
+        """
+        blocks = out if out.ndim == 4 else out[None]
+        count, heads, size, width = blocks.shape
+        by_token = block.reshape(len(block), heads, width)
+        place = np.arange(len(block)) if slots is None else slots
+        if place.shape != (len(block),) or ((place < 0) | (place >= count * size)).any():
+            raise ValueError(f"a slot from 0 to {count * size - 1} is needed for each of {len(block)} tokens")
         factor = np.float32(1.0 if rope is None else rope.scaling)
-        out = heads if heads.dtype == np.float32 else np.empty(heads.shape, np.float32)
-        _to_heads(block, cos * factor, sin * factor, first, second, out)
-        if out is not heads:
-            heads[...] = np.clip(out, -_LARGEST_HALF, _LARGEST_HALF)
+        if slots is None and out.dtype == np.float32 and count == 1:
+            self._turn(by_token, rope, factor, factor, blocks[0, :, : len(block)].transpose(1, 0, 2))
+            return
+        turned = np.empty(by_token.shape, np.float32)
+        self._turn(by_token, rope, factor, factor, turned)
+        blocks[place // size, :, place % size] = _stored(turned, out.dtype)
 
-    def _angles(self, rope: Rope | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def _turn(
+        self,
+        source: NDArray[np.float32],
+        rope: Rope | None,
+        cos_factor: np.float32,
+        sin_factor: np.float32,
+        out: NDArray[np.float32],
+    ) -> None:
+        """[tokens, kv_heads, width] -> [tokens, kv_heads, width]."""
         if rope is None:
-            return _NOTHING
+            out[...] = source
+            return
+        cos, sin = self._angles(rope)
+        _turn(*_pairs(source, rope), cos * cos_factor, sin * sin_factor, *_pairs(out, rope))
+        out[..., rope.rotary_dim :] = source[..., rope.rotary_dim :]
+
+    def _angles(self, rope: Rope) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         if rope not in self._tables:
             self._tables[rope] = rope.tables(self.positions)
         return self._tables[rope]
 
 
-_LARGEST_HALF = float(np.finfo(np.float16).max)
+def _pairs(x: NDArray[np.float32], rope: Rope) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """First and second channels of the turned pairs, [..., pairs] each, as views."""
+    count = rope.inv_freq.size
+    if rope.layout == "half":
+        return x[..., :count], x[..., count : 2 * count]
+    return x[..., : 2 * count : 2], x[..., 1 : 2 * count : 2]
+
+
+def _stored(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Rounded to what a cache holds."""
+    if dtype == np.float32:
+        return values
+    if dtype == np.float16:
+        return np.clip(values, -LARGEST_HALF, LARGEST_HALF).astype(np.float16)
+    if dtype != np.uint16:
+        raise ValueError(f"a cache holds float32, float16 or bfloat16 as uint16, not {dtype}")
+    bits = np.empty(values.shape, np.uint16)
+    _round_to_bfloat16(values.reshape(-1), bits.reshape(-1))
+    return bits
 
 
 @njit(cache=True, nogil=True)
-def _to_block(
-    heads: NDArray[np.float32],
+def _turn(
+    first: NDArray[np.float32],
+    second: NDArray[np.float32],
     cos: NDArray[np.float32],
     sin: NDArray[np.float32],
-    first: NDArray[np.intp],
-    second: NDArray[np.intp],
-    out: NDArray[np.float32],
+    out_first: NDArray[np.float32],
+    out_second: NDArray[np.float32],
 ) -> None:
-    count, tokens, width = heads.shape
+    tokens, heads, pairs = first.shape
     for t in range(tokens):
-        for h in range(count):
-            for c in range(width):
-                out[t, h * width + c] = heads[h, t, c]
-            for i in range(first.size):
-                a, b = heads[h, t, first[i]], heads[h, t, second[i]]
-                out[t, h * width + first[i]] = rotated(a, b, cos[t, i], -sin[t, i])
-                out[t, h * width + second[i]] = rotated(b, a, cos[t, i], sin[t, i])
+        for h in range(heads):
+            for i in range(pairs):
+                a, b = first[t, h, i], second[t, h, i]
+                out_first[t, h, i] = rotated(a, b, cos[t, i], -sin[t, i])
+                out_second[t, h, i] = rotated(b, a, cos[t, i], sin[t, i])
 
 
 @njit(cache=True, nogil=True)
-def _to_heads(
-    block: NDArray[np.float32],
-    cos: NDArray[np.float32],
-    sin: NDArray[np.float32],
-    first: NDArray[np.intp],
-    second: NDArray[np.intp],
-    out: NDArray[np.float32],
-) -> None:
-    count, tokens, width = out.shape
-    for t in range(tokens):
-        for h in range(count):
-            start = h * width
-            for c in range(width):
-                out[h, t, c] = block[t, start + c]
-            for i in range(first.size):
-                a, b = block[t, start + first[i]], block[t, start + second[i]]
-                out[h, t, first[i]] = rotated(a, b, cos[t, i], -sin[t, i])
-                out[h, t, second[i]] = rotated(b, a, cos[t, i], sin[t, i])
+def _round_to_bfloat16(values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
+    for i in range(values.size):
+        out[i] = bfloat16_bits(values[i])
