@@ -34,27 +34,35 @@ def sources(block: int, predictor: str, depth: int) -> range:
     return range(2 * max(0, block // 2 - depth), block)
 
 
-def token_rows(
+def token_features(
     table: NDArray[np.float16], probs: TokenProbs, predictor: str
-) -> tuple[NDArray[np.float32], NDArray[np.intp]]:
-    """What tokens contribute: distinct rows [rows, rank] float32, and the row of each token [tokens].
+) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]:
+    """What tokens contribute: the sum over k of weights[:, k] * rows[index[:, k]].
 
-    Each distinct token's row is projected once. [.., 0] for a predictor without tokens. ProbsError if an id is outside
-    the table, or the expectation is asked for and no probabilities are known.
+    Returns the distinct rows of the table [rows, rank], index [tokens, k] and weights [tokens, k]; k is 1 where the
+    token itself is known, rank 0 for a predictor without tokens. ProbsError if an id is outside the table, or the
+    expectation is asked for and no probabilities are known.
     """
     if not uses_token(predictor):
-        return np.zeros((1, 0), np.float32), np.zeros(probs.tokens, np.intp)
+        return np.zeros((1, 0), np.float32), np.zeros((probs.tokens, 1), np.int32), np.ones((probs.tokens, 1), np.float32)
     if predictor == "expectation" and probs.k == 0:
         raise ProbsError("the expectation needs top-k probabilities: use TokenProbs.from_logits or from_probs")
-    ids = probs.topk_ids if predictor == "expectation" else probs.token_ids
+    ids = probs.topk_ids if predictor == "expectation" else probs.token_ids[:, None]
     if int(ids.max()) >= len(table):
         raise ProbsError(f"token id {int(ids.max())} is outside the profile's vocabulary of {len(table)}")
     distinct, index = np.unique(ids, return_inverse=True)
-    rows = table[distinct].astype(np.float32)
-    index = index.reshape(ids.shape)
+    weights = probs.topk_probs if predictor == "expectation" else np.ones(ids.shape, np.float32)
+    return table[distinct].astype(np.float32), index.reshape(ids.shape).astype(np.int32), weights
+
+
+def token_rows(
+    table: NDArray[np.float16], probs: TokenProbs, predictor: str
+) -> tuple[NDArray[np.float32], NDArray[np.intp]]:
+    """`token_features` summed up: distinct rows [rows, rank] float32, and the row of each token [tokens]."""
+    rows, index, weights = token_features(table, probs, predictor)
     if predictor == "expectation":
-        return accumulate(rows, index, probs.topk_probs), np.arange(probs.tokens)
-    return rows, index
+        return accumulate(rows, index, weights), np.arange(probs.tokens)
+    return rows, index[:, 0].astype(np.intp)
 
 
 @njit(cache=True, nogil=True)
