@@ -53,6 +53,12 @@ def rotated(own: np.float32, other: np.float32, cos: np.float32, sin: np.float32
 
 
 @register_jitable
+def as_float32(value: float) -> np.float32:
+    """The float32 nearest to a float32 or float16: itself."""
+    return np.float32(value)
+
+
+@register_jitable
 def bfloat16_bits(value: np.float32) -> np.uint16:
     """The bfloat16 nearest to a float32 (ties to even), as its 16 bits. NaN stays NaN."""
     bits = np.float32(value).view(np.uint32)
