@@ -5,8 +5,9 @@ current stream. They are fastest where the last axis is contiguous: there neighb
 A bfloat16 is given as the uint16 of its bits, since CuPy has no such type.
 
 A thread has a place in the last axes and goes through the others: what depends on the place alone, above all the
-division that finds it, is done once for many values. Threads write what no other thread reads or writes, so kernels
-need no barriers; `finite` alone shares a flag.
+division that finds it, is done once for many values. Inner loops go through views, from 0, by `while`: Numba's `range`,
+and indices that might be negative, cost a GPU more instructions than the arithmetic. Threads write what no other thread
+reads or writes, so kernels need no barriers; `finite` alone shares a flag.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from numba import cuda
 from numba.extending import register_jitable
 
-from seqkv.cuda_kernels.device import cupy, launch
+from seqkv.cuda_kernels import device
 from seqkv.cuda_kernels.scalar import (
     as_float32,
     bfloat16_bits,
@@ -63,13 +64,13 @@ class Turn(NamedTuple):
         pair, partner = np.empty(channels.size, np.int32), np.empty(channels.size, np.int32)
         pair[first] = pair[second] = np.arange(first.size)
         partner[first], partner[second] = second, first
-        asarray = cupy().asarray
+        asarray = device.cupy().asarray
         return cls(asarray(cos), asarray(sin), asarray(pair), asarray(partner))
 
     @classmethod
     def none(cls, tokens: int) -> Turn:
         """Of tokens that are not turned."""
-        empty = cupy().empty
+        empty = device.cupy().empty
         return cls(*(empty((tokens, 0), np.float32) for _ in "cs"), *(empty(0, np.int32) for _ in "pp"))
 
 
@@ -85,7 +86,7 @@ def accumulate(rows: Any, index: Any, weights: Any, bias: Any, out: Any) -> None
     _check("weights", weights, np.float32, (tokens, k))
     _check("bias", bias, np.float32, (width,))
     _check("out", out, np.float32, (tokens, width))
-    launch(_accumulate, slabs(tokens) * width, rows, index, weights, bias, out)
+    device.launch(_accumulate, slabs(tokens) * width, rows, index, weights, bias, out)
 
 
 def to_block(heads: Any, turn: Turn | None, out: Any) -> None:
@@ -94,7 +95,7 @@ def to_block(heads: Any, turn: Turn | None, out: Any) -> None:
     _check("out", out, np.float32, (tokens, count * width))
     turn = _checked(turn, tokens, width)
     by_head = out.reshape(tokens, count, width)  # a view: an axis is only split
-    launch(_of_dtype(_TO_BLOCK, "heads", heads), tokens * width, heads, *turn, by_head)
+    device.launch(_of_dtype(_TO_BLOCK, "heads", heads), tokens * width, heads, *turn, by_head)
 
 
 def to_heads(block: Any, turn: Turn | None, slots: Any, out: Any) -> None:
@@ -112,12 +113,12 @@ def to_heads(block: Any, turn: Turn | None, slots: Any, out: Any) -> None:
     if slots is None:
         if tokens > blocks * size:
             raise ValueError(f"{tokens} tokens do not fit into {blocks} blocks of {size}")
-        slots = cupy().empty(0, np.int64)
+        slots = device.cupy().empty(0, np.int64)
     else:
         _check("slots", slots, np.int64, (tokens,))
     turn = _checked(turn, tokens, width)
     by_head = block.reshape(tokens, count, width)
-    launch(_of_dtype(_TO_HEADS, "out", out), tokens * width, by_head, *turn, slots, out)
+    device.launch(_of_dtype(_TO_HEADS, "out", out), tokens * width, by_head, *turn, slots, out)
 
 
 def quantise(residual: Any, fineness: Any, symbols: Any, lost: Any) -> None:
@@ -132,7 +133,7 @@ def quantise(residual: Any, fineness: Any, symbols: Any, lost: Any) -> None:
     _check("fineness", fineness, np.float32, (columns,))
     _check("symbols", symbols, np.int32, (coefs, columns))
     _check("lost", lost, np.float32, (slabs(coefs), columns))
-    launch(_quantise, slabs(coefs) * columns, residual, fineness, symbols, lost)
+    device.launch(_quantise, slabs(coefs) * columns, residual, fineness, symbols, lost)
 
 
 def dequantise(symbols: Any, steps: Any, out: Any) -> None:
@@ -142,7 +143,7 @@ def dequantise(symbols: Any, steps: Any, out: Any) -> None:
     _check("symbols", symbols, np.int32, (coefs, columns))
     _check("steps", steps, np.float32, (columns,))
     _check("out", out, np.float32, (coefs, columns))
-    launch(_dequantise, slabs(coefs) * columns, symbols, steps, out)
+    device.launch(_dequantise, slabs(coefs) * columns, symbols, steps, out)
 
 
 def energies(true: Any, decoded: Any, chunk: int, out: Any) -> None:
@@ -158,7 +159,7 @@ def energies(true: Any, decoded: Any, chunk: int, out: Any) -> None:
     _check("true", true, np.float32, (tokens, channels))
     _check("decoded", decoded, np.float32, (tokens, channels))
     _check("out", out, np.float64, (2, chunks, channels))
-    launch(_energies, chunks * channels, true, decoded, np.int64(chunk), out)
+    device.launch(_energies, chunks * channels, true, decoded, np.int64(chunk), out)
 
 
 def finite(heads: Any, found: Any) -> None:
@@ -166,7 +167,7 @@ def finite(heads: Any, found: Any) -> None:
     it as it is if not."""
     _check("found", found, np.int32, (1,))
     _, tokens, width = heads.shape
-    launch(_of_dtype(_FINITE, "heads", heads), tokens * width, heads, found)
+    device.launch(_of_dtype(_FINITE, "heads", heads), tokens * width, heads, found)
 
 
 def _check(name: str, array: Any, dtype: Any, shape: tuple[int, ...]) -> None:
@@ -201,12 +202,16 @@ def _accumulate(rows, index, weights, bias, out):
         slab = place // width
         channel = place - slab * width
         source, to = rows[:, channel], out[slab * SLAB : (slab + 1) * SLAB, channel]
-        for i in range(to.size):
+        i = 0
+        while i < to.size:
             chosen, weight = index[slab * SLAB + i], weights[slab * SLAB + i]
             total = np.float64(bias[channel])
-            for k in range(chosen.size):
+            k = 0
+            while k < chosen.size:
                 total = plus_product(total, weight[k], source[chosen[k]])
+                k += 1
             to[i] = total
+            i += 1
 
 
 def _to_block(widened):
@@ -220,14 +225,18 @@ def _to_block(widened):
             channel = place - token * width
             own, to = heads[:, token, channel], out[token, :, channel]
             if channel >= pair.size:
-                for head in range(count):
+                head = 0
+                while head < count:
                     to[head] = widened(own[head])
+                    head += 1
             else:
                 other = heads[:, token, partner[channel]]
                 c, s = cos[token, pair[channel]], sin[token, pair[channel]]
                 s = s if partner[channel] < channel else -s
-                for head in range(count):
+                head = 0
+                while head < count:
                     to[head] = rotated(widened(own[head]), widened(other[head]), c, s)
+                    head += 1
 
     return kernel
 
@@ -247,14 +256,18 @@ def _to_heads(stored):
             page = slot // size
             own, to = block[token, :, channel], out[page, :, slot - page * size, channel]
             if channel >= pair.size:
-                for head in range(count):
+                head = 0
+                while head < count:
                     to[head] = stored(own[head])
+                    head += 1
             else:
                 other = block[token, :, partner[channel]]
                 c, s = cos[token, pair[channel]], sin[token, pair[channel]]
                 s = s if partner[channel] < channel else -s
-                for head in range(count):
+                head = 0
+                while head < count:
                     to[head] = stored(rotated(own[head], other[head], c, s))
+                    head += 1
 
     return kernel
 
@@ -267,10 +280,13 @@ def _quantise(residual, fineness, symbols, lost):
         column = place - slab * columns
         source = residual[slab * SLAB : (slab + 1) * SLAB, column]
         to = symbols[slab * SLAB : (slab + 1) * SLAB, column]
+        fine = fineness[column]
         total = 0.0
-        for i in range(source.size):
-            to[i], error = quantised(source[i], fineness[column])
+        i = 0
+        while i < source.size:
+            to[i], error = quantised(source[i], fine)
             total = plus_product(total, error, error)
+            i += 1
         lost[slab, column] = total
 
 
@@ -282,8 +298,11 @@ def _dequantise(symbols, steps, out):
         column = place - slab * columns
         source = symbols[slab * SLAB : (slab + 1) * SLAB, column]
         to = out[slab * SLAB : (slab + 1) * SLAB, column]
-        for i in range(source.size):
-            to[i] = dequantised(source[i], steps[column])
+        step = steps[column]
+        i = 0
+        while i < source.size:
+            to[i] = dequantised(source[i], step)
+            i += 1
 
 
 @cuda.jit
@@ -295,14 +314,18 @@ def _energies(true, decoded, chunk, out):
         values = true[part * chunk : (part + 1) * chunk, channel]
         guesses = decoded[part * chunk : (part + 1) * chunk, channel]
         total = error = energy = 0.0
-        for i in range(values.size):
+        i = 0
+        while i < values.size:
             total += values[i]
             lost = np.float32(values[i] - guesses[i])
             error = plus_product(error, lost, lost)
+            i += 1
         mean = np.float32(total / values.size)
-        for i in range(values.size):
+        i = 0
+        while i < values.size:
             around = np.float32(values[i] - mean)
             energy = plus_product(energy, around, around)
+            i += 1
         out[0, part, channel] = error
         out[1, part, channel] = energy
 
@@ -317,8 +340,10 @@ def _finite(widened):
             token = place // width
             values = heads[:, token, place - token * width]
             fine = True
-            for head in range(count):
+            head = 0
+            while head < count:
                 fine &= is_finite(widened(values[head]))
+                head += 1
             if not fine:
                 cuda.atomic.max(found, 0, 1)
 
