@@ -21,7 +21,7 @@ def cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise DeviceError(f"CUDA arrays need CuPy: install seqkv[cuda13] or seqkv[cuda12] ({error})") from error
+        raise DeviceError(f"CUDA arrays need CuPy: install seqkv[cuda13] or seqkv[cuda12], or move them to the host ({error})") from error
     return cupy
 
 

@@ -6,6 +6,7 @@ array is written to) uint16 that hold their bits.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,20 @@ def on_device(array: Any) -> bool:
     if hasattr(array, "is_cuda"):  # torch
         return bool(array.is_cuda)
     return hasattr(array, "__cuda_array_interface__")
+
+
+def place_of(array: Any) -> int | None:
+    """The number of the device that an array is on, None for the host."""
+    if not on_device(array):
+        return None
+    return int(array.device.index if hasattr(array, "is_cuda") else device.cupy().asarray(array).device.id)
+
+
+def current(array: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the device that an array is on is the current one; nothing changes for an array in host
+    memory."""
+    place = place_of(array)
+    return contextlib.nullcontext() if place is None else device.cupy().cuda.Device(place)
 
 
 def module_of(array: Any) -> Any:

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from seqkv.cuda_kernels import device
 from seqkv.engine.arrays import (
     bfloat16_bits,
+    current,
     from_bfloat16_bits,
     module_of,
     on_device,
+    place_of,
     round_to_bfloat16,
     to_cupy,
     to_numpy,
@@ -176,8 +178,8 @@ class KVCache:
                 f"a cache holds one of {', '.join(ITEM_BYTES)} in all layers, not {', '.join(dtypes)}"
                 + ("" if dtype is None else f" as {dtype}")
             )
-        if len({on_device(x) for x in self.keys + self.values}) != 1:
-            raise CacheError("some arrays are on a CUDA device and some are not: move all to one place")
+        if len({place_of(x) for x in self.keys + self.values}) != 1:
+            raise CacheError("the arrays are on several devices, or some of them in host memory: move all to one place")
         if dtype is not None and dtype != dtypes[0]:
             self.keys = [_rounded(x, dtypes[0], dtype) for x in self.keys]
             self.values = [_rounded(x, dtypes[0], dtype) for x in self.values]
@@ -325,15 +327,25 @@ _EXPONENT_16 = 0x7F80  # of bfloat16; all set for NaN and infinity
 
 
 def _check_finite(arrays: list[Any], side: str) -> None:
+    if on_device(arrays[0]) and not _any_not_finite(arrays):
+        return
     for layer, array in enumerate(arrays):
-        if array.dtype == np.uint16:
-            finite = (array & np.uint16(_EXPONENT_16)) != _EXPONENT_16
-        else:
-            finite = module_of(array).isfinite(array)
+        host = _to_host(array, "bfloat16" if array.dtype == np.uint16 else array.dtype.name)
+        finite = np.isfinite(host)
         if not finite.all():
-            head, token, channel = np.argwhere(~to_numpy(finite)[0])[0]
-            value = _to_host(array[head, token, channel], "bfloat16" if array.dtype == np.uint16 else "float32")
+            head, token, channel = np.argwhere(~finite)[0]
+            value = host[head, token, channel]
             raise CacheError(f"{side} of layer {layer}, token {token}: {value} in head {head}, channel {channel}")
+
+
+def _any_not_finite(arrays: list[Any]) -> bool:
+    from seqkv.cuda_kernels import elementwise  # needs Numba for CUDA
+
+    with current(arrays[0]):
+        found = device.cupy().zeros(1, np.int32)
+        for array in arrays:
+            elementwise.finite(array, found)
+        return bool(found.get()[0])
 
 
 def _positions(positions: Any, tokens: int) -> NDArray[np.int64]:

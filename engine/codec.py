@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from seqkv.engine import container, importance, near, quantiser, rate_control
+from seqkv.engine.arrays import current
 from seqkv.engine.cache import ITEM_BYTES, KVCache
 from seqkv.engine.container import Buffer, Container, Section
 from seqkv.engine.errors import CacheError, ProbsError, StreamError
@@ -52,9 +53,10 @@ def encode(
         profile.check(kv)
     tier = _tier(backend or kv.backend)
     kv = kv.to(backend or kv.backend)
-    mode: Mode = Free.measure(kv, tier.blocks_of) if profile is None else Calibrated(profile)
-    index = quantiser.step_index(step) if step is not None else rate_control.step_for(mode.curve, kl)
-    sections, loss = _near(kv, probs, mode, index, importance, tier)
+    with current(kv.keys[0]):
+        mode: Mode = Free.measure(kv, tier.blocks_of) if profile is None else Calibrated(profile)
+        index = quantiser.step_index(step) if step is not None else rate_control.step_for(mode.curve, kl)
+        sections, loss = _near(kv, probs, mode, index, importance, tier)
     header, positions = describe(kv)
     header |= {"profile": mode.fingerprint, "steps": [index] * chunks(kv.tokens), "loss": _shown(loss)}
     requested = None if step is not None else float(kl)
@@ -119,7 +121,8 @@ def decode_into(
     form = Form(parsed)
     wanted, depth = _range(tokens, form.tokens, "tokens"), _range(layers, len(form.shape), "layers")
     target, backend = Target.owned(keys, values, slots, form.shape[depth.start : depth.stop], len(wanted))
-    _decode(parsed, form, profile, wanted, depth, target, _tier(backend))
+    with current(target.keys[0]):
+        _decode(parsed, form, profile, wanted, depth, target, _tier(backend))
 
 
 def inspect(stream: Buffer) -> dict[str, Any]:

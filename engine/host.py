@@ -98,7 +98,7 @@ def decode_chunks(
             into = target.side(layer - depth.start, is_value)
             rope = None if is_value else form.rope[layer]
             if not target.own:
-                turns.to_heads(values, rope, into, slots)  # type: ignore[call-arg]
+                turns.to_heads(values, rope, into, slots)
                 continue
             part = into[0][:, slots[0] : slots[-1] + 1]
             turns.to_heads(values, rope, part)

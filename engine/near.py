@@ -145,11 +145,7 @@ def encode_chunk(
         residual = np.asarray((true - out) @ model.forward[block], np.float32)
         lost = quantiser.quantise(residual, fineness, coefs)
         if not np.isfinite(lost):
-            name, largest = "values" if block % 2 else "keys", np.abs(true - out).max()
-            raise CacheError(
-                f"{name} of layer {block // 2} differ from what is expected by up to {largest:.3g}: "
-                f"too much for a step of {quantiser.step_size(side.step):.3g}; ask for a larger step or kl"
-            )
+            raise too_far(block, side.step)
         loss.fisher += lost
         live = np.flatnonzero(coefs.any(axis=0))
         out += quantiser.dequantise(coefs[:, live], steps) @ model.maps[block][1][live]
@@ -158,6 +154,15 @@ def encode_chunk(
         loss.energy[block % 2] += _energy(true - true.mean(axis=0))
     loss.fisher *= quantiser.step_size(side.step) ** 2
     return symbols, decoded, loss
+
+
+def too_far(block: int, step: int) -> CacheError:
+    """A block is further from what is expected than symbols reach."""
+    name = "values" if block % 2 else "keys"
+    return CacheError(
+        f"{name} of layer {block // 2} differ from what is expected by too much for a step of "
+        f"{quantiser.step_size(step):.3g}: ask for a larger step or kl"
+    )
 
 
 def _energy(x: NDArray[np.float32]) -> float:

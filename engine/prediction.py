@@ -44,7 +44,11 @@ def token_features(
     expectation is asked for and no probabilities are known.
     """
     if not uses_token(predictor):
-        return np.zeros((1, 0), np.float32), np.zeros((probs.tokens, 1), np.int32), np.ones((probs.tokens, 1), np.float32)
+        return (
+            np.zeros((1, 0), np.float32),
+            np.zeros((probs.tokens, 1), np.int32),
+            np.ones((probs.tokens, 1), np.float32),
+        )
     if predictor == "expectation" and probs.k == 0:
         raise ProbsError("the expectation needs top-k probabilities: use TokenProbs.from_logits or from_probs")
     ids = probs.topk_ids if predictor == "expectation" else probs.token_ids[:, None]
@@ -66,7 +70,9 @@ def token_rows(
 
 
 @njit(cache=True, nogil=True)
-def accumulate(rows: NDArray[np.float32], index: NDArray[np.intp], weights: NDArray[np.float32]) -> NDArray[np.float32]:
+def accumulate(
+    rows: NDArray[np.float32], index: NDArray[np.integer], weights: NDArray[np.float32]
+) -> NDArray[np.float32]:
     """Predicted-KV accumulation: out[t] = sum over k of weights[t, k] * rows[index[t, k]].
 
     rows [rows, width] float32, index [tokens, k], weights [tokens, k] float32 -> [tokens, width] float32, summed in the

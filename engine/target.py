@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqkv.engine.arrays import host_integers, on_device, shared
+from seqkv.engine.arrays import host_integers, on_device, place_of, shared
 from seqkv.engine.errors import CacheError
 
 
@@ -59,10 +59,9 @@ class Target:
                     )
                 if (not paged and block != tokens) or places.max() >= blocks * block:
                     raise CacheError(f"{name} of layer {layer}: {tokens} tokens do not fit shape {array.shape}")
-        where = {on_device(array) for side in sides for array in side}
-        if len(where) != 1:
-            raise CacheError("keys and values must all be on the host, or all on a CUDA device")
-        return cls(sides[0], sides[1], places, own=False), "cuda" if where.pop() else "cpu"
+        if len({place_of(array) for side in sides for array in side}) != 1:
+            raise CacheError("keys and values must all be in host memory, or all on the same device")
+        return cls(sides[0], sides[1], places, own=False), "cuda" if on_device(sides[0][0]) else "cpu"
 
     def side(self, layer: int, is_value: int) -> Any:
         """The array of a layer's keys or values."""

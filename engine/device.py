@@ -1,0 +1,266 @@
+"""The near tier on a CUDA device: many chunks at a time, layer by layer. `near` and `host` are the same, plain.
+
+Blocks are [tokens, channels] as on the CPU; residuals and symbols are [coefs, columns], a column a token, as kernels
+like them. Everything runs on CuPy's current stream. No key and no value leaves the device: what does is coded bytes,
+maps of live coefficients, and sums.
+
+Workspace, beside the cache, the matrices of the profile and the coded bytes, for a batch of T tokens (at most SPAN) of
+layers of C channels, keys and values together: 4 T C (depth + 3) bytes; to encode, 4 bytes more for each symbol of a
+coefficient that is not zero throughout its chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqkv.cuda_kernels import coder, device, elementwise
+from seqkv.cuda_kernels.linear import multiply
+from seqkv.engine import near, quantiser
+from seqkv.engine.cache import KVCache, Rope
+from seqkv.engine.container import Container, Section
+from seqkv.engine.errors import ProbsError, StreamError
+from seqkv.engine.form import CHUNK, SCALES, Form, chunk_bounds, chunks
+from seqkv.engine.host import needed
+from seqkv.engine.matrices import Batch, forward_matrices, matrices
+from seqkv.engine.modes import Mode
+from seqkv.engine.probs import TokenProbs
+from seqkv.engine.target import Target
+from seqkv.entropy_coding import CorruptGroup
+
+BATCH = 128  # chunks coded together: as many warps, about one for each multiprocessor
+SPAN = BATCH * near.CHUNK  # tokens looked at together
+
+_STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+def blocks_of(kv: KVCache, tokens: slice) -> Callable[[int], Any]:
+    """The blocks of some tokens of a cache on a device: block -> [tokens, channels] float32, keys before rotation."""
+    turns = _Turns(kv.positions[tokens])
+
+    def values(block: int) -> Any:
+        layer, is_value = divmod(block, 2)
+        if is_value:
+            return turns.to_block(kv.values[layer][:, tokens], None)
+        return turns.to_block(kv.keys[layer][:, tokens], kv.rope[layer])
+
+    return values
+
+
+def encode_chunks(
+    kv: KVCache, mode: Mode, probs: TokenProbs, gain: NDArray[np.int8], step: int
+) -> tuple[list[Section], near.Loss]:
+    """As host.encode_chunks."""
+    sections: list[Section] = []
+    loss = near.Loss.none()
+    for some in _batches(mode, range(chunks(kv.tokens))):
+        batch = Batch(_bounds(some, kv.tokens), mode.table, mode.predictor, probs, gain, [step] * len(some))
+        encoding = _Encoding(mode, batch, step)
+        encoding.add_layers(blocks_of(kv, slice(batch.start, batch.stop)))
+        sections += encoding.sections(some)
+        loss += encoding.loss()
+    return sections, loss
+
+
+def decode_chunks(
+    parsed: Container,
+    form: Form,
+    mode: Mode,
+    probs: TokenProbs,
+    gain: NDArray[np.int8],
+    wanted: range,
+    depth: range,
+    target: Target,
+) -> None:
+    """As host.decode_chunks."""
+    xp = device.cupy()
+    layers = len(form.shape) if mode.sequential else depth.stop  # that must be decoded
+    for some in _batches(mode, needed(mode, wanted)):
+        steps = [form.steps[chunk] for chunk in some]
+        try:
+            batch = Batch(_bounds(some, form.tokens), mode.table, mode.predictor, probs, gain, steps)
+        except ProbsError as error:
+            raise StreamError(f"altered: {error}") from error
+        scales = [mode.stored_scale(parsed, chunk, step) for chunk, step in zip(some, steps, strict=True)]
+        base = xp.asarray(np.stack([near.base_places(s, step) for s, step in zip(scales, steps, strict=True)]))
+        parts = [near.split(scale, parsed.section(CHUNK, chunk)) for chunk, scale in zip(some, scales, strict=True)]
+        live = np.stack([live for live, _ in parts]).astype(np.uint8)
+        store = _Store(form, batch, wanted, depth, target)
+        try:
+            decoder = coder.Decoder([group for _, group in parts], live, batch.first, batch.tokens, batch.columns)
+            decoded = _decode_layers(mode, batch, decoder, base, layers, store)
+            decoder.check(partial=layers < len(form.shape))
+        except CorruptGroup as error:
+            raise StreamError(f"altered chunk: {error}") from error
+        if mode.sequential:
+            mode.learn(xp.concatenate([decoded[block] for block in sorted(decoded)], axis=1))
+
+
+def empty(form: Form) -> Callable[[tuple[int, ...]], Any]:
+    """Makes arrays of a stream's dtype."""
+    return lambda shape: device.cupy().empty(shape, _STORAGE[form.dtype])
+
+
+class _Encoding:
+    """One batch on its way to bytes."""
+
+    def __init__(self, mode: Mode, batch: Batch, step: int) -> None:
+        self.mode, self.batch, self.step = mode, batch, step
+        model = mode.model()
+        self.model, self.forward = matrices(model), forward_matrices(model)
+        self.encoder = coder.Encoder(batch.first, batch.tokens, batch.columns)
+        self.errors: list[Any] = []  # of each block: partial sums of (error in steps)^2
+        self.energies: tuple[list[Any], list[Any]] = ([], [])  # of keys, of values: error and energy, partial sums
+        self.stored = b""  # what mode.scale wants kept
+
+    def add_layers(self, values: Callable[[int], Any]) -> None:
+        """Predict, transform, quantise and code all layers. values(block) -> [tokens, channels]."""
+        starts, xp = self.model.starts, device.cupy()
+        layers, decoded, waiting = len(starts) // 2, dict[int, Any](), []
+        if not self.mode.sequential:
+            self.scale, _ = self.mode.scale(np.zeros(0, np.int64), 0, self.step)
+        for layer in range(layers):
+            first, middle, last = starts[2 * layer : 2 * layer + 3]
+            symbols = xp.empty((last - first, self.batch.columns), np.int32)
+            decoded[2 * layer] = self._code(2 * layer, values, decoded, symbols[: middle - first])
+            decoded[2 * layer + 1] = self._code(2 * layer + 1, values, decoded, symbols[middle - first :])
+            waiting.append((layer, symbols, coder.statistics(symbols, self.batch.first, self.batch.tokens)))
+            if not self.mode.sequential:
+                self._add(*waiting.pop())
+                _forget(decoded, self.model.sources, layer)
+        if self.mode.sequential:
+            magnitude = np.concatenate([statistics.magnitude.get()[0] for _, _, statistics in waiting])
+            self.scale, self.stored = self.mode.scale(magnitude, self.batch.columns, self.step)
+            for one in waiting:
+                self._add(*one)
+            self.mode.learn(xp.concatenate([decoded[block] for block in range(2 * layers)], axis=1))
+
+    def _code(self, block: int, values: Callable[[int], Any], decoded: dict[int, Any], symbols: Any) -> Any:
+        """Writes the symbols [coefs, columns] of a block; returns what a decoder makes of them."""
+        xp, batch = device.cupy(), self.batch
+        out, true = batch.predicted(self.model, block, decoded), values(block)
+        residual = xp.empty(symbols.shape, np.float32)
+        # not in TF32: the symbols of a fine step would feel it
+        multiply(true - out, self.forward[block], residual.T, exact=True)
+        lost = xp.empty((elementwise.slabs(len(symbols)), batch.columns), np.float32)
+        elementwise.quantise(residual, batch.fineness[block], symbols, lost)
+        elementwise.dequantise(symbols, batch.steps[block], residual)
+        multiply(residual.T, self.model.maps[block][1], out, accumulate=True)
+        sums = xp.empty((2, len(batch.tokens), out.shape[1]), np.float64)
+        elementwise.energies(true, out, near.CHUNK, sums)
+        self.errors.append(lost.sum(dtype=np.float64))
+        self.energies[block % 2].append(sums.sum(axis=(1, 2)))
+        return out
+
+    def _add(self, layer: int, symbols: Any, statistics: Any) -> None:
+        first, middle, last = self.model.starts[2 * layer : 2 * layer + 3]
+        base = device.cupy().asarray(near.base_places(self.scale[first:last], self.step)[None])
+        offset = self.batch.offset[2 * layer : 2 * layer + 2]
+        self.encoder.add(symbols, statistics, base, offset, [0, middle - first, last - first])
+
+    def sections(self, some: range) -> list[Section]:
+        groups, live = self.encoder.finish()
+        out: list[Section] = []
+        for chunk, group, flags in zip(some, groups, live, strict=True):
+            if self.stored:
+                out.append(Section(SCALES, chunk, self.stored))
+            out.append(Section(CHUNK, chunk, near.join(self.scale, flags.astype(bool), group)))
+        return out
+
+    def loss(self) -> near.Loss:
+        """CacheError if something was too far from what was expected to be coded."""
+        xp = device.cupy()
+        errors = xp.stack(self.errors).get()
+        for block in np.flatnonzero(~np.isfinite(errors)):
+            raise near.too_far(int(block), self.step)
+        sums = np.stack([xp.stack(side).sum(axis=0).get() for side in self.energies])
+        fisher = float(errors.sum()) * quantiser.step_size(self.step) ** 2
+        return near.Loss(fisher, sums[:, 0], sums[:, 1], self.batch.columns)
+
+
+def _decode_layers(
+    mode: Mode, batch: Batch, decoder: coder.Decoder, base: Any, layers: int, store: _Store
+) -> dict[int, Any]:
+    """Decode `layers` layers and store them; returns the last blocks, all of them for a sequential mode."""
+    model, xp = matrices(mode.model()), device.cupy()
+    decoded: dict[int, Any] = {}
+    for layer in range(layers):
+        first, middle, last = model.starts[2 * layer : 2 * layer + 3]
+        symbols = xp.empty((last - first, batch.columns), np.int32)
+        offset = batch.offset[2 * layer : 2 * layer + 2]
+        decoder.next(base[:, first:last], offset, [0, middle - first, last - first], symbols)
+        for block, part in ((2 * layer, symbols[: middle - first]), (2 * layer + 1, symbols[middle - first :])):
+            out = batch.predicted(model, block, decoded)
+            residual = xp.empty(part.shape, np.float32)
+            elementwise.dequantise(part, batch.steps[block], residual)
+            multiply(residual.T, model.maps[block][1], out, accumulate=True)
+            decoded[block] = out
+            store(block, out)
+        if not mode.sequential:
+            _forget(decoded, model.sources, layer)
+    return decoded
+
+
+class _Store:
+    """Puts the wanted tokens and layers of decoded blocks into a target."""
+
+    def __init__(self, form: Form, batch: Batch, wanted: range, depth: range, target: Target) -> None:
+        first, last = max(batch.start, wanted.start), min(batch.stop, wanted.stop)
+        self.part = slice(first - batch.start, max(first, last) - batch.start)
+        self.slots = device.cupy().asarray(target.slots[first - wanted.start : max(first, last) - wanted.start])
+        self.turns = _Turns(form.positions[first : max(first, last)])
+        self.rope, self.depth, self.target = form.rope, depth, target
+
+    def __call__(self, block: int, values: Any) -> None:
+        layer, is_value = divmod(block, 2)
+        if layer in self.depth:
+            into = self.target.side(layer - self.depth.start, is_value)
+            self.turns.to_heads(values[self.part], None if is_value else self.rope[layer], into, self.slots)
+
+
+class _Turns:
+    """layout.Turns on a device."""
+
+    def __init__(self, positions: NDArray[np.int64]) -> None:
+        self.positions = positions
+        self._made: dict[tuple[Rope, bool], elementwise.Turn] = {}
+
+    def to_block(self, heads: Any, rope: Rope | None) -> Any:
+        """[kv_heads, tokens, width] -> [tokens, channels] float32, turned back if there is a rope."""
+        count, tokens, width = heads.shape
+        out = device.cupy().empty((tokens, count * width), np.float32)
+        elementwise.to_block(heads, self._turn(rope, back=True), out)
+        return out
+
+    def to_heads(self, block: Any, rope: Rope | None, out: Any, slots: Any) -> None:
+        """[tokens, channels] -> out [blocks, kv_heads, block, width], at `slots`, turned if there is a rope."""
+        elementwise.to_heads(block, self._turn(rope, back=False), slots, out)
+
+    def _turn(self, rope: Rope | None, back: bool) -> elementwise.Turn | None:
+        if rope is None:
+            return None
+        if (rope, back) not in self._made:
+            cos, sin = rope.tables(self.positions)
+            factor = np.float32(1.0 / rope.scaling if back else rope.scaling)
+            turn = elementwise.Turn.of(cos * factor, sin * (-factor if back else factor), *rope.pairs())
+            self._made[rope, back] = turn
+        return self._made[rope, back]
+
+
+def _forget(decoded: dict[int, Any], sources: list[range], layer: int) -> None:
+    """Drop the blocks that no layer after this one is predicted from."""
+    yet = {source for block_sources in sources[2 * layer + 2 : 2 * layer + 4] for source in block_sources}
+    for block in [block for block in decoded if block not in yet]:
+        del decoded[block]
+
+
+def _batches(mode: Mode, some: range) -> Iterator[range]:
+    size = 1 if mode.sequential else BATCH
+    return (some[i : i + size] for i in range(0, len(some), size))
+
+
+def _bounds(some: range, tokens: int) -> NDArray[np.int64]:
+    return np.array([chunk_bounds(chunk, tokens) for chunk in some], np.int64)

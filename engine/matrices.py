@@ -1,0 +1,121 @@
+"""What the near tier is computed with on a CUDA device: a model's matrices, and what is known of a batch of tokens."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqkv.cuda_kernels import device, elementwise
+from seqkv.cuda_kernels.linear import multiply
+from seqkv.engine import importance, near, prediction, quantiser
+from seqkv.engine.probs import TokenProbs
+from seqkv.engine.profile import Profile
+
+Made = TypeVar("Made")
+
+
+def _once(make: Callable[[near.Model], Made]) -> Callable[[near.Model], Made]:
+    """`make`, called once for a profile and a device. What it makes must not refer to the profile."""
+    made: weakref.WeakKeyDictionary[Profile, dict[int, Made]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(make)
+    def of(model: near.Model) -> Made:
+        if not isinstance(model, Profile):  # fitted to one chunk
+            return make(model)
+        by_device, current = made.setdefault(model, {}), int(device.cupy().cuda.Device().id)
+        if current not in by_device:
+            by_device[current] = make(model)
+        return by_device[current]
+
+    return of
+
+
+class Matrices:
+    """The matrices of a near.Model that decoding needs, float32 on the device."""
+
+    def __init__(self, model: near.Model) -> None:
+        xp = device.cupy()
+        self.starts = [int(start) for start in model.starts]
+        self.sources = [model.sources(block) for block in range(len(model.widths))]
+        self.token_map, self.bias, self.sink_bias = (
+            xp.asarray(x, np.float32) for x in (model.token_map, model.bias, model.sink_bias)
+        )
+        self.maps = [(xp.asarray(weights, np.float32), xp.asarray(back, np.float32)) for weights, back in model.maps]
+
+
+matrices = _once(Matrices)
+
+
+@_once
+def forward_matrices(model: near.Model) -> list[Any]:
+    """Values to coefficients, for each block: what encoding needs besides."""
+    return [device.cupy().asarray(x, np.float32) for x in model.forward]
+
+
+class Batch:
+    """Tokens that are coded together, a column each, and what the decoder knows of them.
+
+    bounds: [chunks, 2] first token of each chunk and the one after its last, one chunk after the other.
+    table, predictor, probs, gain: of the whole sequence. steps: step index of each chunk.
+
+    ProbsError if a token is outside the table.
+    """
+
+    def __init__(
+        self,
+        bounds: NDArray[np.int64],
+        table: NDArray[np.float16],
+        predictor: str,
+        probs: TokenProbs,
+        gain: NDArray[np.int8],
+        steps: Sequence[int],
+    ) -> None:
+        xp = device.cupy()
+        self.start, self.stop = int(bounds[0, 0]), int(bounds[-1, 1])
+        self.first = bounds[:, 0] - self.start
+        self.tokens = (bounds[:, 1] - bounds[:, 0]).astype(np.int32)
+        rows, index, weights = prediction.token_features(table, probs.part(self.start, self.stop), predictor)
+        self.rows, self.index, self.weights = xp.asarray(rows), xp.asarray(index), xp.asarray(weights)
+        gain = gain[:, self.start : self.stop]
+        step = np.repeat([quantiser.step_size(i) for i in steps], self.tokens).astype(np.float32)
+        by_token = (step / quantiser.gain_value(gain)).astype(np.float32)
+        self.steps, self.fineness = xp.asarray(by_token), xp.asarray((1 / by_token).astype(np.float32))
+        self.offset = xp.asarray(quantiser.gain_units(gain))
+
+    @property
+    def columns(self) -> int:
+        return self.stop - self.start
+
+    def predicted(self, model: Matrices, block: int, decoded: dict[int, Any]) -> Any:
+        """What `block` is expected to hold, [tokens, channels]. decoded: blocks before it, those it is predicted from
+        at least."""
+        start, end = model.starts[block : block + 2]
+        out = device.cupy().empty((self.columns, end - start), np.float32)
+        self._from_tokens(model.token_map[:, start:end], model.bias[start:end], out)
+        weights, row = model.maps[block][0], 0
+        for source in model.sources[block]:
+            values = decoded[source]
+            multiply(values, weights[row : row + values.shape[1]], out, accumulate=True)
+            row += values.shape[1]
+        if self.start == 0:
+            sinks = out[: importance.SINKS]
+            sinks += model.sink_bias[: len(sinks), start:end]
+        return out
+
+    def _from_tokens(self, token_map: Any, bias: Any, out: Any) -> None:
+        """out = bias + the tokens' rows @ token_map; each distinct token's row is multiplied once."""
+        xp = device.cupy()
+        if self.weights.shape[1] == 1:
+            products = xp.empty((len(self.rows), token_map.shape[1]), np.float32)
+            multiply(self.rows, token_map, products)
+            elementwise.accumulate(products, self.index, self.weights, bias, out)
+        else:
+            mean = xp.empty((self.columns, self.rows.shape[1]), np.float32)
+            elementwise.accumulate(self.rows, self.index, self.weights, xp.zeros(mean.shape[1], np.float32), mean)
+            out[...] = bias
+            multiply(mean, token_map, out, accumulate=True)
