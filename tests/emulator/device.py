@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from seqkv.cuda_kernels import device
-from tests.emulator import host_cuda
+from tests.emulator import host_cuda, numba_kernels
 from tests.emulator.fake_cupy import FakeCupy
 from tests.emulator.host_cuda import Settings
 
@@ -20,7 +20,7 @@ def emulated_device(mode: str = "fast", order: int = 0, preempt: int = 0) -> Ite
     host_cuda.settings = Settings(mode, order, preempt)
     device.raw_module.cache_clear()
     try:
-        with mock.patch.dict(sys.modules, {"cupy": cupy}):
+        with mock.patch.dict(sys.modules, {"cupy": cupy}), numba_kernels.emulated():
             yield cupy
     finally:
         device.raw_module.cache_clear()

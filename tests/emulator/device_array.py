@@ -100,6 +100,18 @@ class DevicePointer(int):
     host: np.ndarray
 
 
+class Device:
+    """The one there is; a context in which it is the current one."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.id = number
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
 def as_device(result: Any) -> Any:
     """What a NumPy function returned, as CuPy would return it: arrays, also of no dimension, are on the device."""
     if isinstance(result, (np.ndarray, np.generic)):
@@ -134,6 +146,10 @@ class ndarray(NDArrayOperatorsMixin):
     itemsize = property(lambda self: self.host.itemsize)
     strides = property(lambda self: self.host.strides)
     flags = property(lambda self: self.host.flags)
+
+    @property
+    def device(self) -> Device:
+        return Device()
 
     @property
     def data(self) -> _Pointer:

@@ -185,6 +185,7 @@ def gemm_ex(
 cuda = types.SimpleNamespace(
     is_available=lambda: True,
     get_current_stream=lambda: _current_stream,
+    Device=device_array.Device,
     Stream=Stream,
     Event=Event,
     cublas=types.SimpleNamespace(

@@ -25,10 +25,8 @@ FOLDER = Path(__file__).parent
 CACHE = FOLDER.parents[1] / ".pytest_cache" / "emulator"
 SHARED_BYTES, MOST_SHARED_BYTES = 48 << 10, 227 << 10  # dynamic shared memory: unasked, and at most (H100)
 
-COMMON = (
-    f"-I{FOLDER}",
-    *["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-w"],
-)
+PLAIN = "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -fno-strict-aliasing -w"
+COMMON = (f"-I{FOLDER}", *PLAIN.split())
 CHECK = "-fsanitize=thread,undefined,float-cast-overflow -fno-sanitize=vptr --param=tsan-instrument-func-entry-exit=0"
 KERNEL_FLAGS = {"fast": ("-O2",), "check": ("-O1", "-g", *CHECK.split())}
 RUNTIME_FLAGS = {"fast": ("-O2",), "check": ("-O2", "-DSIMT_CHECK")}
@@ -165,12 +163,18 @@ def _merged(regions: Sequence[Region]) -> list[_Region]:
 
 
 class Module:
-    """C++ text with kernels of `names`, by name the most threads of a block (a C++ expression), run by the settings."""
+    """Kernels, run by the settings.
 
-    def __init__(self, text: str, names: dict[str, str], options: Sequence[str] = (), *, independent: bool) -> None:
-        self.text, self.names, self.options, self.independent = text, names, tuple(options), independent
-        trailer = "".join(f"SIMT_KERNEL({name}, ({bound}))\n" for name, bound in names.items())
-        self._source = f'#include "simt.h"\n#line 1 "kernel"\n{text}\n#line 1 "trailer"\n{trailer}'
+    text: what findings quote lines of; source: C++ whose #line directives lead there, in the file "kernel"; bounds: the
+    most threads of a block, a C++ expression, of each kernel; independent: no thread waits for another.
+    """
+
+    def __init__(
+        self, text: str, source: str, bounds: dict[str, str], options: Sequence[str] = (), *, independent: bool
+    ) -> None:
+        self.text, self.bounds, self.options, self.independent = text, bounds, tuple(options), independent
+        trailer = "".join(f"SIMT_KERNEL({name}, ({bound}))\n" for name, bound in bounds.items())
+        self._source = f'{source}\n#line 1 "trailer"\n{trailer}'
         self._libraries: dict[str, tuple[Path, ctypes.PyDLL]] = {}
 
     def library(self) -> ctypes.PyDLL:
@@ -249,14 +253,15 @@ class RawModule:
 
     def __init__(self, code: str, options: Sequence[str] = ()) -> None:
         bare = _COMMENT.sub("", code)
-        names = {name: (bound or "1024").split(",")[0] for bound, name in _KERNEL.findall(bare)}
+        bounds = {name: (bound or "1024").split(",")[0] for bound, name in _KERNEL.findall(bare)}
         text = _DYNAMIC_SHARED.sub(r"\1* \2 = (\1*)simt::dynamic_shared();", code)
         defines = [option for option in options if option.startswith("-D")]
-        self.module = Module(text, names, defines, independent=not _WAITING.search(bare))
+        source = f'#include "simt.h"\n#line 1 "kernel"\n{text}'
+        self.module = Module(code, source, bounds, defines, independent=not _WAITING.search(bare))
 
     def get_function(self, name: str) -> Kernel:
-        if name not in self.module.names:
-            raise KernelError(f"there is no kernel {name}, only {sorted(self.module.names)}")
+        if name not in self.module.bounds:
+            raise KernelError(f"there is no kernel {name}, only {sorted(self.module.bounds)}")
         return Kernel(self.module, name)
 
 
