@@ -38,7 +38,9 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging
 
 from seqkv import engine
+from seqkv.cuda_kernels.device import available
 from seqkv.engine import CacheError, KVCache, Rope, TokenProbs
+from seqkv.engine.arrays import on_device
 
 _OBSERVED = "seqkv_observed_sdpa"  # the attention implementation that observe_attention registers
 
@@ -50,8 +52,9 @@ def to_kv(cache: Any, model: PreTrainedModel, batch_index: int = 0) -> KVCache:
         counts as a token, at positions 0, 1, 2, ...
     batch_index: which sequence of the batch.
 
-    The arrays share memory with the cache where they can. A model without rotary embedding (GPT-2), or with one that
-    is not understood, gives rope None. CacheError if the cache holds another kind of layer, or nothing.
+    The arrays share memory with the cache where they can; a cache on a CUDA device stays there (that needs CuPy). A
+    model without rotary embedding (GPT-2), or with one that is not understood, gives rope None.
+    CacheError if the cache holds another kind of layer, or nothing.
     """
     layers = getattr(cache, "layers", None)
     if layers is None:
@@ -86,10 +89,10 @@ def to_cache(
     count = _text_config(model).num_hidden_layers
     if kv.layers != count:
         raise CacheError(f"the cache has {kv.layers} layers, the model {count}")
-    dtype, device = dtype or model.dtype, device or model.device
+    dtype, where = dtype or model.dtype, device or model.device
     cache = DynamicCache()
     for layer, (key, value) in enumerate(zip(kv.keys, kv.values, strict=True)):
-        cache.update(_tensor(key, dtype, device), _tensor(value, dtype, device), layer)
+        cache.update(_tensor(key, dtype, where), _tensor(value, dtype, where), layer)
     return cache
 
 
@@ -119,7 +122,7 @@ def encode_cache(
         follow: after `generate`, the cache holds all tokens but the last.
     logits: [tokens, vocab] or [batch, tokens, vocab], the model's output for the same tokens, or None if it is not at
         hand.
-    profile, kl, step: as in `engine.encode`.
+    profile, kl, step: as in `engine.encode`, which runs where the cache is.
     importance: [layers, tokens] attention received, as `observe_attention` gives it.
     batch_index: which sequence of the batch.
 
@@ -143,9 +146,13 @@ def decode_cache(
 ) -> DynamicCache:
     """The cache of a stream, on the model's device and in its dtype: `engine.decode`, then `to_cache`.
 
-    profile, tokens: as in `engine.decode`. Raises what these two raise.
+    profile, tokens: as in `engine.decode`, which runs on the model's device if that is a CUDA device and CuPy is
+    installed. Raises what these two raise.
     """
-    return to_cache(engine.decode(stream, profile=profile, tokens=tokens), model)
+    if model.device.type != "cuda" or not available():
+        return to_cache(engine.decode(stream, profile=profile, tokens=tokens), model)
+    with torch.cuda.device(model.device):
+        return to_cache(engine.decode(stream, profile=profile, tokens=tokens, backend="cuda"), model)
 
 
 def load_model(path: str | Path, dtype: torch.dtype | str = torch.float32) -> tuple[PreTrainedModel, Any]:
@@ -310,9 +317,14 @@ def _observed_attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def _tensor(array: NDArray[Any], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+def _tensor(array: Any, dtype: torch.dtype, where: torch.device | str) -> torch.Tensor:
     """A layer's array as a batch of one sequence. torch warns of arrays that cannot be written: those are copied."""
-    return torch.from_numpy(np.require(array, requirements="W"))[None].to(device, dtype)
+    if on_device(array):
+        tensor = torch.from_dlpack(array)
+        tensor = tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
+    else:
+        tensor = torch.from_numpy(np.require(array, requirements="W"))
+    return tensor[None].to(where, dtype)
 
 
 def _decoder(model: PreTrainedModel) -> Any:

@@ -7,6 +7,7 @@ array is written to) uint16 that hold their bits.
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import Any
 
 import numpy as np
@@ -70,11 +71,10 @@ def to_cupy(array: Any) -> tuple[Any, str]:
     if hasattr(array, "detach"):
         array = array.detach()
         name = str(array.dtype).removeprefix("torch.")
-        array = _bits_of(array) if name == "bfloat16" else array
-        return cupy.from_dlpack(array), name
+        return _bits(cupy.from_dlpack(_plain(array)), name), name
     out = array if isinstance(array, cupy.ndarray) else cupy.asarray(array)
     name = out.dtype.name
-    return (out.view(np.uint16), name) if name == "bfloat16" else (out, name)
+    return _bits(out, name), name
 
 
 def shared(array: Any, what: str) -> Any:
@@ -86,10 +86,10 @@ def shared(array: Any, what: str) -> Any:
     elif hasattr(array, "detach"):
         array = array.detach()
         name = str(array.dtype).removeprefix("torch.")
-        out = (_bits_of(array) if name == "bfloat16" else array).numpy()
+        out = _bits(_plain(array).numpy(), name)
     elif isinstance(array, np.ndarray):
         name = array.dtype.name
-        out = array.view(np.uint16) if name == "bfloat16" else array
+        out = _bits(array, name)
     else:
         raise CacheError(f"{what}: a NumPy, CuPy or torch array is needed to write to, not {type(array).__name__}")
     if name not in ("float32", "float16", "bfloat16"):
@@ -107,10 +107,13 @@ def host_integers(array: Any, what: str) -> NDArray[np.int64]:
     return out.astype(np.int64)
 
 
-def _bits_of(tensor: Any) -> Any:
-    import torch  # there is a tensor of it
+def _plain(tensor: Any) -> Any:
+    """A torch tensor, of bfloat16 the bits: neither DLPack nor `numpy()` gives those to a library without it."""
+    return tensor.view(sys.modules["torch"].int16) if str(tensor.dtype) == "torch.bfloat16" else tensor
 
-    return tensor.view(torch.int16).view(torch.uint16) if hasattr(torch, "uint16") else tensor.view(torch.int16)
+
+def _bits(array: Any, name: str) -> Any:
+    return array.view(np.uint16) if name == "bfloat16" else array
 
 
 def bfloat16_bits(values: Any) -> Any:

@@ -191,7 +191,7 @@ def _decode_layers(
         first, middle, last = model.starts[2 * layer : 2 * layer + 3]
         symbols = xp.empty((last - first, batch.columns), np.int32)
         offset = batch.offset[2 * layer : 2 * layer + 2]
-        decoder.next(base[:, first:last], offset, [0, middle - first, last - first], symbols)
+        decoder.next(xp.ascontiguousarray(base[:, first:last]), offset, [0, middle - first, last - first], symbols)
         for block, part in ((2 * layer, symbols[: middle - first]), (2 * layer + 1, symbols[middle - first :])):
             out = batch.predicted(model, block, decoded)
             residual = xp.empty(part.shape, np.float32)

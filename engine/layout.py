@@ -42,7 +42,7 @@ class Turns:
         out = np.empty(by_token.shape, np.float32)
         factor = np.float32(1.0 if rope is None else 1.0 / rope.scaling)
         self._turn(by_token, rope, factor, -factor, out)
-        return out.reshape(len(out), -1)
+        return out.reshape(heads.shape[1], heads.shape[0] * heads.shape[2])
 
     def to_heads(
         self, block: NDArray[np.float32], rope: Rope | None, out: NDArray[Any], slots: NDArray[np.int64] | None = None
