@@ -316,7 +316,7 @@ def _energies(true, decoded, chunk, out):
         total = error = energy = 0.0
         i = 0
         while i < values.size:
-            total += values[i]
+            total += np.float64(values[i])
             lost = np.float32(values[i] - guesses[i])
             error = plus_product(error, lost, lost)
             i += 1
