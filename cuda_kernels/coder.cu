@@ -1,10 +1,10 @@
-// The interleaved coder on a GPU: entropy_coding/reference.py, byte for byte. coder.py defines the constants in capitals
-// that nothing here does, and makes the tables.
+// The interleaved coder on a GPU: entropy_coding/reference.py, byte for byte. Constants in capitals that are not here
+// are coder.py's, tables are those of coder_tables.py.
 //
-// One warp codes one group, a lane a token. A step (32 tokens of one coefficient) has no branch but those that all lanes
-// take together, and a short search. What belongs to a coefficient is held by one lane, of 32 in a batch, so that it is
-// read and written once a batch; it reaches the other lanes by shuffle. Columns are tokens of all groups, side by side.
-// Matrices of the coder are [coefs, columns]: neighbouring lanes, neighbouring addresses.
+// One warp codes one group, a lane a token. A step (32 tokens of one coefficient) has no branch but those that all
+// lanes take together, and a short search. What belongs to a coefficient is held by one lane, of 32 in a batch, so that
+// it is read and written once a batch; it reaches the other lanes by shuffle. Columns are tokens of all groups, side by
+// side. Matrices are [coefs, columns]: neighbouring lanes, neighbouring addresses.
 //
 // Lanes beyond the group's last token are idle: they code a symbol of probability 1, which changes no state.
 //
@@ -266,8 +266,8 @@ __device__ __forceinline__ u32 encode_raw(u32 state, bool large, u32 symbol, con
 // are kept from launch to launch; words are written backwards from word_ends. A code is [frequency, start] of 16 bits
 // each and the reciprocal floor((2^32 - 1) / frequency). Groups with a flag are left alone.
 //
-// The high word of state * reciprocal is floor(state / frequency) or one less, for any state: the reciprocal is at least
-// (2^32 - frequency) / frequency, so the product / 2^32 is more than state / frequency - 1.
+// The high word of state * reciprocal is floor(state / frequency) or one less, for any state: the reciprocal is at
+// least (2^32 - frequency) / frequency, so the product / 2^32 is more than state / frequency - 1.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS, BLOCKS_A_MULTIPROCESSOR)
 encode(const u16* __restrict__ entries, const i64* __restrict__ entry_starts, const u32* __restrict__ raw,
        const i64* __restrict__ raw_starts, const i64* __restrict__ raw_counts, const u32* __restrict__ flags,
@@ -324,27 +324,35 @@ encode(const u16* __restrict__ entries, const i64* __restrict__ entry_starts, co
 
 // The group's next words, a lane holding one of each 32. They are read 64 words before they are needed.
 struct Words {
-    const u16* all;
-    i64 count;
-    i64 start;  // of the window
-    u32 taken;  // of the window, below LANES
+    u32 taken;          // of those in now, below LANES
     u32 now;
     u32 next;
     u32 later;
+    const u16* beyond;  // of what is held
+    i64 left;           // from there to the end of the group
 };
 
-__device__ __forceinline__ u32 load_word(const Words& words, i64 at)
+__device__ __forceinline__ u32 load_word(Words& words)
 {
-    return at < words.count ? words.all[at] : 0;
+    const u32 word = words.left > 0 ? *words.beyond : 0;
+    words.beyond += LANES;
+    words.left -= LANES;
+    return word;
 }
 
-__device__ __forceinline__ Words open_words(const u16* all, i64 count, i64 start, int lane)
+__device__ __forceinline__ Words open_words(const u16* words, i64 count, i64 position, int lane)
 {
-    Words words = {all, count, start, 0, 0, 0, 0};
-    words.now = load_word(words, start + lane);
-    words.next = load_word(words, start + LANES + lane);
-    words.later = load_word(words, start + 2 * LANES + lane);
-    return words;
+    Words opened = {0, 0, 0, 0, words + position + lane, count - position - lane};
+    opened.now = load_word(opened);
+    opened.next = load_word(opened);
+    opened.later = load_word(opened);
+    return opened;
+}
+
+// How many words of the group's count are taken.
+__device__ __forceinline__ i64 position_of(const Words& words, i64 count, int lane)
+{
+    return count - words.left - lane - 3 * LANES + words.taken;
 }
 
 // All lanes call this together: those whose state is low take a word each, in lane order.
@@ -357,10 +365,9 @@ __device__ __forceinline__ u32 renormalised(u32 state, Words& words, int lane)
     words.taken += __popc(takers);
     if (words.taken >= LANES) {
         words.taken -= LANES;
-        words.start += LANES;
         words.now = words.next;
         words.next = words.later;
-        words.later = load_word(words, words.start + 2 * LANES + lane);
+        words.later = load_word(words);
     }
     return low ? state << WORD_BITS | word : state;
 }
@@ -387,9 +394,8 @@ __device__ __forceinline__ int decode_raw(int code, u32& state, Words& words, in
 }
 
 // Decodes the next segments of all groups: a warp a group. states, positions (in words), damage and token_state are
-// kept from launch to launch. An entry is [frequency, start, value or code, score], each of 16 bits; the code of a token
-// with k + 1 raw bits is LARGEST_PLAIN + 1 + k. A bucket says where in the entries, in bytes, the search for a slot
-// begins. Class CLASSES has one entry, of probability 1.
+// kept from launch to launch. An entry is [frequency, start, value or code, score], each of 16 bits; a bucket says
+// where in the entries, in bytes, the search for a slot begins.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS, BLOCKS_A_MULTIPROCESSOR)
 decode(const u16* __restrict__ words, const i64* __restrict__ word_starts, const uint2* __restrict__ entry_table,
        const u16* __restrict__ bucket_table, const int* __restrict__ first, const int* __restrict__ tokens,
@@ -415,14 +421,16 @@ decode(const u16* __restrict__ words, const i64* __restrict__ word_starts, const
     live_starts += group * (segments + 1);
     base += group * base_stride;
     const int group_tokens = tokens[group];
-    const u32 row_bytes = (u32)columns * 4;
+    const u32 row_bytes = (u32)columns * (u32)sizeof(int);
     u32 state = states[group * LANES + lane];
     u32 damaged = 0;
-    const i64 word_start = word_starts[group];
-    Words next_words = open_words(words + word_start, word_starts[group + 1] - word_start, positions[group], lane);
+    words += word_starts[group];
+    const i64 word_count = word_starts[group + 1] - word_starts[group];
+    Words next_words = open_words(words, word_count, positions[group], lane);
 
     for (int segment = 0; segment < segments; ++segment) {
         const int end = live_starts[segment + 1];
+        u8* out = (u8*)(symbols + first[group] + lane);
         for (int row = 0; row < group_tokens; row += LANES) {
             const bool active = row + lane < group_tokens;
             const int column = first[group] + row + lane;
@@ -452,11 +460,12 @@ decode(const u16* __restrict__ words, const i64* __restrict__ word_starts, const
                     }
                     const u64 row_at = (u64)(u32)__shfl_sync(ALL, mine.number, step) * row_bytes;
                     if (active) {
-                        *(int*)((u8*)(symbols + column) + row_at) = value;
+                        *(int*)(out + row_at) = value;
                     }
                 }
                 store_coefficient(mine, batch + lane, end, coef_state);
             }
+            out += LANES * sizeof(int);
             if (active) {
                 token_state[column] = token.place - (token.lowest + STATE_LIMIT);
             }
@@ -467,7 +476,7 @@ decode(const u16* __restrict__ words, const i64* __restrict__ word_starts, const
     damaged = __reduce_or_sync(ALL, damaged);
     __syncwarp();  // all lanes have read positions
     if (lane == 0) {
-        positions[group] = next_words.start + next_words.taken;
+        positions[group] = position_of(next_words, word_count, lane);
         damage[group] |= damaged;
     }
 }
