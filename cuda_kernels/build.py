@@ -46,11 +46,11 @@ def compile_file(file: str, defines: tuple[tuple[str, int], ...], architecture: 
 
 
 def compile_source(code: str, defines: tuple[tuple[str, int], ...], architecture: str) -> Binary:
-    """The kernels of a CUDA C++ text. Raises BuildError with the compiler's log."""
+    """The kernels of a CUDA C++ text; the cubin knows its lines. Raises BuildError with the compiler's log."""
     from cuda.bindings import nvrtc
 
     options = (*NVRTC_OPTIONS, *_CUPY_OPTIONS, *(f"-D{name}={value}" for name, value in defines))
-    options += (f"--gpu-architecture={architecture}", "--ptxas-options=-v")
+    options += (f"--gpu-architecture={architecture}", "--ptxas-options=-v", "--generate-line-info")
     program = _checked(nvrtc.nvrtcCreateProgram(code.encode(), b"kernels.cu", 0, [], []))
     try:
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])[0]
