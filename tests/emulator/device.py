@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 from seqkv.cuda_kernels import device
 from tests.emulator import host_cuda, numba_kernels
@@ -14,14 +13,17 @@ from tests.emulator.host_cuda import Settings
 
 
 @contextmanager
-def emulated_device(mode: str = "fast", order: int = 0, preempt: int = 0) -> Iterator[FakeCupy]:
+def emulated_device(mode: str = "fast", order: int = 0, preempt: int = 0, **more: int) -> Iterator[FakeCupy]:
     """Within, `import cupy` gives the stand-in, which is yielded, and kernels run on the host as Settings says."""
-    outer, cupy = host_cuda.settings, FakeCupy()
-    host_cuda.settings = Settings(mode, order, preempt)
+    settings, cupy = host_cuda.settings, sys.modules.pop("cupy", None)
+    host_cuda.settings, sys.modules["cupy"] = Settings(mode, order, preempt, **more), FakeCupy()
     device.raw_module.cache_clear()
     try:
-        with mock.patch.dict(sys.modules, {"cupy": cupy}), numba_kernels.emulated():
-            yield cupy
+        with numba_kernels.emulated():
+            yield sys.modules["cupy"]
     finally:
         device.raw_module.cache_clear()
-        host_cuda.settings = outer
+        host_cuda.settings = settings
+        del sys.modules["cupy"]
+        if cupy is not None:
+            sys.modules["cupy"] = cupy

@@ -6,6 +6,7 @@ what is copied is counted in `transfers`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,10 +47,8 @@ class UninitialisedRead(RuntimeError):
     """Something read memory of the device that nothing has written."""
 
 
-class _Buffer(np.ndarray):
-    """Memory that owns itself. `initialised`, uint8, says for each byte whether it was written; None: not tracked."""
-
-    initialised: Any = None
+# id of an array that owns memory -> whether each byte was written, where that is tracked
+_written: dict[int, np.ndarray] = {}
 
 
 def empty(shape: Any, dtype: Any = float, *, tracked: bool = False) -> ndarray:
@@ -58,23 +57,23 @@ def empty(shape: Any, dtype: Any = float, *, tracked: bool = False) -> ndarray:
     sizes = (shape,) if np.ndim(shape) == 0 else tuple(shape)
     size = int(np.prod(sizes, dtype=np.int64)) * dtype.itemsize
     memory = np.full(size + 2 * ALIGNMENT, POISON, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    buffer = memory[start : start + size].view(_Buffer)
     if tracked:
-        buffer.initialised = np.zeros(size, np.uint8)
-    return ndarray(buffer.view(np.ndarray).view(dtype).reshape(sizes))
+        _written[id(memory)] = np.zeros(memory.size, np.uint8)
+        weakref.finalize(memory, _written.pop, id(memory))
+    start = -memory.ctypes.data % ALIGNMENT
+    return ndarray(memory[start : start + size].view(dtype).reshape(sizes))
 
 
 def initialised(host: np.ndarray) -> np.ndarray | None:
     """For memory that is tracked: whether each byte was written, uint8 [*host.shape, itemsize], a view."""
     owner = host
-    while isinstance(owner.base, np.ndarray) and not isinstance(owner, _Buffer):
+    while isinstance(owner.base, np.ndarray):
         owner = owner.base
-    flags = owner.initialised if isinstance(owner, _Buffer) else None
-    if flags is None:
+    written = _written.get(id(owner))
+    if written is None:
         return None
     offset = host.ctypes.data - owner.ctypes.data if host.size else 0
-    return np.ndarray((*host.shape, host.itemsize), np.uint8, flags, offset, (*host.strides, 1))
+    return np.ndarray((*host.shape, host.itemsize), np.uint8, written, offset, (*host.strides, 1))
 
 
 def mark_initialised(host: np.ndarray) -> None:
