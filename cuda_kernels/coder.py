@@ -182,7 +182,7 @@ class Decoder:
         sizes = np.array([memoryview(group).nbytes for group in groups], np.int64)
         bad = np.flatnonzero((sizes < STATE_BYTES) | (sizes % 2 != 0))
         if bad.size:
-            raise CorruptGroup(f"a group is {STATE_BYTES} bytes of states and 2 bytes a word: {_named(bad)}")
+            raise CorruptGroup(f"{_named(bad)}: a group is {STATE_BYTES} bytes of states and 2 bytes a word")
         cupy = device.cupy()
         states = b"".join(memoryview(group).cast("B")[:STATE_BYTES] for group in groups)
         words = b"".join(memoryview(group).cast("B")[STATE_BYTES:] for group in groups)
@@ -227,13 +227,11 @@ class Decoder:
             raise ValueError(f"{self._flags.shape[1] - self._coefs} coefficients are not decoded yet: partial=True?")
         read = self._positions.get()
         bad = (self._damage.get() != 0) | (read > self._word_counts)
-        if bad.any():
-            bad = _named(np.flatnonzero(bad))
-            raise CorruptGroup(f"groups end before their last symbol, or hold one beyond 32 bits: {bad}")
         if not partial:
-            bad = (read != self._word_counts) | (self._states.get() != LOWEST_STATE).any(axis=1)
-            if bad.any():
-                raise CorruptGroup(f"groups do not end where their last symbol does: {_named(np.flatnonzero(bad))}")
+            bad |= (read != self._word_counts) | (self._states.get() != LOWEST_STATE).any(axis=1)
+        if bad.any():
+            named = _named(np.flatnonzero(bad))
+            raise CorruptGroup(f"{named}: does not end where its last symbol does, or holds one beyond 32 bits")
 
 
 class _Groups:
