@@ -57,13 +57,13 @@ class Turns:
         blocks = out if out.ndim == 4 else out[None]
         count, heads, size, width = blocks.shape
         by_token = block.reshape(len(block), heads, width)
+        factor = np.float32(1.0 if rope is None else rope.scaling)
+        if slots is None and out.dtype == np.float32 and count == 1 and len(block) <= size:
+            self._turn(by_token, rope, factor, factor, blocks[0, :, : len(block)].transpose(1, 0, 2))
+            return
         place = np.arange(len(block)) if slots is None else slots
         if place.shape != (len(block),) or ((place < 0) | (place >= count * size)).any():
             raise ValueError(f"a slot from 0 to {count * size - 1} is needed for each of {len(block)} tokens")
-        factor = np.float32(1.0 if rope is None else rope.scaling)
-        if slots is None and out.dtype == np.float32 and count == 1:
-            self._turn(by_token, rope, factor, factor, blocks[0, :, : len(block)].transpose(1, 0, 2))
-            return
         turned = np.empty(by_token.shape, np.float32)
         self._turn(by_token, rope, factor, factor, turned)
         blocks[place // size, :, place % size] = _stored(turned, out.dtype)

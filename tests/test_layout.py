@@ -63,6 +63,11 @@ def test_slots_outside_the_cache_are_refused(slots: list[int]) -> None:
         Turns(np.arange(3)).to_heads(np.zeros((3, 4), np.float32), None, np.zeros((2, 1, 3, 4)), np.array(slots))
 
 
+def test_more_tokens_than_slots_are_refused() -> None:
+    with pytest.raises(ValueError, match="a slot from 0 to 1 is needed for each of 3 tokens"):
+        Turns(np.arange(3)).to_heads(np.zeros((3, 4), np.float32), None, np.zeros((1, 2, 4), np.float32))
+
+
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match="float64"):
         Turns(np.arange(3)).to_heads(np.zeros((3, 4), np.float32), None, np.zeros((1, 3, 4)))
