@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from seqkv.cuda_kernels.device import NVRTC_OPTIONS
 
@@ -68,9 +70,13 @@ def compile_source(code: str, defines: tuple[tuple[str, int], ...], architecture
 def compile_numba(function: Any, signature: tuple[Any, ...], architecture: str) -> Binary:
     """A Numba CUDA kernel, as Python function or `@cuda.jit` dispatcher, for arguments of these Numba types."""
     from numba import cuda
+    from numba.cuda import dispatcher
 
-    major, minor = divmod(int(architecture.removeprefix("sm_")), 10)
-    ptx, _ = cuda.compile_ptx(getattr(function, "py_func", function), signature, cc=(major, minor))
+    capability = divmod(int(architecture.removeprefix("sm_")), 10)
+    # Numba asks the device at hand what the functions that a kernel calls are for
+    at_hand = SimpleNamespace(compute_capability=capability)
+    with mock.patch.object(dispatcher, "get_current_device", lambda: at_hand):
+        ptx, _ = cuda.compile_ptx(getattr(function, "py_func", function), signature, cc=capability)
     return assemble(ptx, architecture)
 
 
