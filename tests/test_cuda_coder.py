@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqkv.cuda_kernels import coder, coder_tables
-from seqkv.entropy_coding import CorruptGroup, decode_group, encode_group
+from seqkv.entropy_coding import CorruptGroup, decode_group, encode_group, reference
 from tests.emulator import device_array
 from tests.emulator.device import emulated_device
 
@@ -160,6 +160,11 @@ def test_batches_of_any_shape(tokens, parts, seed, escapes, shared_base):
         assert_codes_as_on_the_cpu(cupy, make_batch(tokens, parts, seed, seed % 3, escapes, shared_base))
 
 
+def test_many_groups():
+    with emulated_device() as cupy:
+        assert_codes_as_on_the_cpu(cupy, make_batch([g % 4 for g in range(70)], [[0, 3]]))
+
+
 def test_groups_may_lie_in_any_order():
     batch = make_batch([40, 3, 33], [[0, 20]])
     batch.first, batch.tokens = batch.first[::-1], batch.tokens[::-1]
@@ -256,6 +261,18 @@ def test_damaged_streams_touch_nothing_else_and_are_found(order):
                     own = slice(batch.first[number], batch.first[number] + batch.tokens[number])
                     np.testing.assert_array_equal(decoded[live, own].T, expected)
             assert len(named) >= 6
+
+
+def test_values_beyond_32_bits_are_found():
+    batch = make_batch([3], [[0, 1]], gap=0)
+    symbols, base, offset, starts = batch.parts[0]
+    symbols[:] = 1
+    with emulated_device("check") as cupy:
+        for value in (LARGEST, LARGEST + 1, LARGEST + 12, -LARGEST - 1):
+            stream = reference.encode_group([[1], [value], [1]], base[0], offset.T, starts)
+            decoder = decoder_of(batch, [stream])
+            decode(cupy, batch, decoder)
+            assert verdict(decoder.check) == ([] if value == LARGEST else [0])
 
 
 def test_damage_shows_in_first_parts_when_words_run_out():
