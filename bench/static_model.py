@@ -195,7 +195,7 @@ def search_turns() -> float:
 
 # -------------------------------------------------------------------------------------------------------------- kernels
 
-THREADS = {coder.CODER: coder.MOST_WARPS * WARP, coder.COMPACTION: coder.MOST_WARPS * WARP}
+THREADS = coder.MOST_WARPS * WARP  # of a block of the coder's kernels, where there are many groups
 ESCAPES = {"u32 escape(": 0, "if (escapes) {": 0, "u32 encode_raw(": 0, "int decode_raw(": 0}
 SELDOM = ESCAPES | {"if (words.taken >= LANES) {": BITS / 16}  # of 32 words, and a word has 16 bits
 STEPS = {  # of kernels that do something for every value
@@ -220,30 +220,38 @@ class Kernel:
 
     name: str
     threads: int
-    needs: build.Resources
-    code: sass.Code
+    symbol: str  # its name in the binary
+    binary: build.Binary
     source: str = ""
     bytes: float = 0
+
+    @property
+    def needs(self) -> build.Resources:
+        return self.binary.kernels[self.symbol]
+
+    @functools.cached_property
+    def code(self) -> sass.Code:
+        return sass.read(self.binary.cubin)[self.symbol]
 
     @property
     def steps(self) -> Steps | None:
         return STEPS.get(self.name.split()[0])
 
 
-def kernels(architecture: str = ARCHITECTURE) -> list[Kernel]:
+@functools.cache
+def kernels(architecture: str = ARCHITECTURE) -> tuple[Kernel, ...]:
     """All of them, compiled. Of Numba's kernels, those that the launchers launch."""
     found = []
     for file, defines in coder.DEFINES.items():
         source = (ROOT / "cuda_kernels" / file).read_text()
         binary = build.compile_file(file, defines, architecture)
-        codes = sass.read(binary.cubin)
-        for name, needs in sorted(binary.kernels.items()):
-            found.append(Kernel(name, THREADS[file], needs, codes[name], source, BYTES.get(name, 0)))
+        for name in sorted(binary.kernels):
+            found.append(Kernel(name, THREADS, name, binary, source, BYTES.get(name, 0)))
     for name, (kernel, types, size) in launches().items():
         binary = build.compile_numba(kernel, types, architecture)
-        ((symbol, needs),) = binary.kernels.items()
-        found.append(Kernel(name, device.THREADS, needs, sass.read(binary.cubin)[symbol], bytes=size))
-    return found
+        (symbol,) = binary.kernels
+        found.append(Kernel(name, device.THREADS, symbol, binary, bytes=size))
+    return tuple(found)
 
 
 @functools.cache
