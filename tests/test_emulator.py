@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda.bindings import nvrtc
 from numba import cuda
 
-from seqkv.cuda_kernels import linear
+from seqkv.cuda_kernels import coder, device, linear
 from seqkv.cuda_kernels.device import launch
-from tests.emulator import device_array, host_cuda, ptx
+from seqkv.entropy_coding import encode_group
+from tests.emulator import device_array, host_cuda, nvrtc
 from tests.emulator.device import emulated_device
 from tests.emulator.device_array import UninitialisedRead
 from tests.emulator.host_cuda import KernelError
@@ -176,17 +176,11 @@ def planted() -> Get:
 
 
 @pytest.fixture(scope="module")
-def planted_ptx() -> Get:
-    """The same by way of NVRTC."""
-    _, program = nvrtc.nvrtcCreateProgram(PLANTED.encode(), b"planted.cu", 0, [], [])
-    options = [b"--gpu-architecture=compute_90", b"--std=c++17", b"--fmad=false"]
-    assert nvrtc.nvrtcCompileProgram(program, len(options), options) == (nvrtc.nvrtcResult.NVRTC_SUCCESS,)
-    text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
-    nvrtc.nvrtcGetPTX(program, text)
-    return functools.partial(host_cuda.Kernel, ptx.module(text.decode().rstrip("\0")))
+def planted_by_nvrtc() -> Get:
+    return nvrtc.RawModule(PLANTED, device.NVRTC_OPTIONS).get_function
 
 
-@pytest.mark.parametrize("route", ["planted", "planted_ptx"])
+@pytest.mark.parametrize("route", ["planted", "planted_by_nvrtc"])
 @pytest.mark.parametrize("mode", ["fast", "check"])
 def test_nothing_is_found_where_nothing_is_wrong(route: str, mode: str, request: pytest.FixtureRequest) -> None:
     get = request.getfixturevalue(route)
@@ -243,6 +237,30 @@ def test_launches_that_no_device_can_run_are_refused(planted: Get) -> None:
 
 
 PACK_TYPES = (np.uint8, np.uint8, np.uint16, np.uint32, np.uint32, np.uint32)
+
+
+@pytest.mark.parametrize("mode, order", [("fast", 0), ("check", 7)])
+def test_the_coder_as_nvrtc_compiles_it(mode: str, order: int) -> None:
+    """Its text by way of g++ has tests of its own."""
+    rng = np.random.default_rng(0)
+    first, tokens, columns, starts = [0, 40], [40, 21], 61, [0, 7, 7, 19]
+    symbols = np.rint(rng.laplace(scale=2.0 ** rng.uniform(-4, 12, (19, 1)), size=(19, columns))).astype(np.int32)
+    base = rng.integers(0, 4000, (2, 19)).astype(np.int16)
+    offset = rng.integers(-300, 300, (3, columns)).astype(np.int16)
+    with emulated_device(mode, order, preempt=3, by_nvrtc=True) as cupy:
+        on_device, contexts = cupy.asarray(symbols), (cupy.asarray(base), cupy.asarray(offset), starts)
+        encoder = coder.Encoder(first, tokens, columns)
+        encoder.add(on_device, coder.statistics(on_device, first, tokens), *contexts)
+        streams, live = encoder.finish()
+        decoded = cupy.empty(symbols.shape, np.int32)
+        decoder = coder.Decoder(streams, live, first, tokens, columns)
+        decoder.next(*contexts, decoded)
+        decoder.check()
+        assert np.array_equal(decoded.get(), symbols)
+    for group, stream in enumerate(streams):
+        own, kept = slice(first[group], first[group] + tokens[group]), live[group].astype(bool)
+        live_starts = np.concatenate([[0], np.cumsum(kept)])[starts]
+        assert stream == encode_group(symbols[kept, own].T, base[group, kept], offset[:, own].T, live_starts)
 
 
 # ------------------------------------------------------------------------------------------------------ Numba's kernels

@@ -48,8 +48,6 @@ std::unordered_map<uint64_t, bool> reported;
 uintptr_t image_start, image_end;
 uint64_t accesses;
 
-Lane* running() { return static_cast<Lane*>(current); }
-
 void add_memory(uintptr_t start, size_t bytes, uint8_t* initialised, bool read_only, const char* name)
 {
     // calloc, because most of a large array's shadow is never touched

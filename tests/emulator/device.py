@@ -7,16 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from seqkv.cuda_kernels import device
-from tests.emulator import host_cuda, numba_kernels
+from tests.emulator import host_cuda, numba_kernels, nvrtc
 from tests.emulator.fake_cupy import FakeCupy
 from tests.emulator.host_cuda import Settings
 
 
 @contextmanager
-def emulated_device(mode: str = "fast", order: int = 0, preempt: int = 0, **more: int) -> Iterator[FakeCupy]:
-    """Within, `import cupy` gives the stand-in, which is yielded, and kernels run on the host as Settings says."""
+def emulated_device(
+    mode: str = "fast", order: int = 0, preempt: int = 0, *, by_nvrtc: bool = False, **more: int
+) -> Iterator[FakeCupy]:
+    """Within, `import cupy` gives the stand-in, which is yielded, and kernels run on the host as Settings says.
+
+    by_nvrtc: CUDA C++ as NVRTC compiles it, not its text as g++ does.
+    """
     settings, cupy = host_cuda.settings, sys.modules.pop("cupy", None)
-    host_cuda.settings, sys.modules["cupy"] = Settings(mode, order, preempt, **more), FakeCupy()
+    host_cuda.settings = Settings(mode, order, preempt, **more)
+    sys.modules["cupy"] = FakeCupy(nvrtc.RawModule if by_nvrtc else host_cuda.RawModule)
     device.raw_module.cache_clear()
     try:
         with numba_kernels.emulated():

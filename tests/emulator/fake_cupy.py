@@ -223,15 +223,15 @@ def _over_device(module: Any, name: str) -> Any:
 
 
 class FakeCupy(types.ModuleType):
-    """What stands in sys.modules for cupy."""
+    """What stands in sys.modules for cupy. raw_module: what RawModule is in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, raw_module: Any = host_cuda.RawModule) -> None:
         super().__init__("cupy", __doc__)
         new = (empty, zeros, ones, full, empty_like, zeros_like)
         copied = (array, asarray, ascontiguousarray, asnumpy, from_dlpack)
         for function in (*new, *copied):
             setattr(self, function.__name__, function)
-        self.ndarray, self.RawModule, self.cuda = ndarray, host_cuda.RawModule, cuda
+        self.ndarray, self.RawModule, self.cuda = ndarray, raw_module, cuda
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -30,7 +30,7 @@ COMMON = (f"-I{FOLDER}", *PLAIN.split())
 CHECK = "-fsanitize=thread,undefined,float-cast-overflow -fno-sanitize=vptr --param=tsan-instrument-func-entry-exit=0"
 KERNEL_FLAGS = {"fast": ("-O2",), "check": ("-O1", "-g", *CHECK.split())}
 RUNTIME_FLAGS = {"fast": ("-O2",), "check": ("-O2", "-DSIMT_CHECK")}
-RUNTIME_SOURCES = {"fast": ("runtime.cpp",), "check": ("runtime.cpp", "checker.cpp")}
+RUNTIME_SOURCES = {"fast": ("runtime.cpp", "waiting.cpp"), "check": ("runtime.cpp", "waiting.cpp", "checker.cpp")}
 
 
 class KernelError(RuntimeError):

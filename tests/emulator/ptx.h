@@ -43,10 +43,6 @@ inline void check_aligned(const char* address, size_t bytes, int line)
 }
 
 template <class T> inline T multiply(T x, T y) { return static_cast<T>(uint64_t(x) * uint64_t(y)); }
-inline int32_t multiply_high(int32_t x, int32_t y) { return __mulhi(x, y); }
-inline uint32_t multiply_high(uint32_t x, uint32_t y) { return __umulhi(x, y); }
-inline uint64_t multiply_high(uint64_t x, uint64_t y) { return __umul64hi(x, y); }
-inline int64_t multiply_high(int64_t x, int64_t y) { return static_cast<int64_t>(static_cast<__int128>(x) * y >> 64); }
 template <class T> inline T divide(T x, T y)
 {
     if (y == 0)
@@ -64,38 +60,6 @@ template <class T> inline T shift_right(T x, uint32_t by)
 {
     return by < sizeof(T) * 8 ? static_cast<T>(x >> by) : static_cast<T>(x < 0 ? -1 : 0);
 }
-template <class T> inline T low_bits(uint32_t count) // ones
-{
-    return count < sizeof(T) * 8 ? static_cast<T>((T(1) << count) - 1) : static_cast<T>(~T(0));
-}
-template <class T> inline T insert_field(T field, T into, uint32_t position, uint32_t length)
-{
-    position &= 255;
-    const T mask = shift_left(low_bits<T>(length & 255), position);
-    return (into & ~mask) | (shift_left(field, position) & mask);
-}
-template <class T> inline T extract_field(T x, uint32_t position, uint32_t length)
-{
-    position &= 255;
-    length &= 255;
-    if (length == 0)
-        return 0;
-    const T mask = low_bits<Unsigned<T>>(length);
-    const uint32_t last = position + length - 1 < sizeof(T) * 8 ? position + length - 1 : sizeof(T) * 8 - 1;
-    const bool negative = std::is_signed<T>::value && static_cast<Unsigned<T>>(x) >> last & 1;
-    const T field = static_cast<T>(shift_right(static_cast<Unsigned<T>>(x), position)) & mask;
-    const uint32_t known = last + 1 > position ? last + 1 - position : 0;
-    return negative ? static_cast<T>(field | ~low_bits<Unsigned<T>>(known)) : field;
-}
-inline uint32_t logic(uint32_t x, uint32_t y, uint32_t z, uint32_t table)
-{
-    uint32_t result = 0;
-    for (int i = 0; i < 8; ++i)
-        if (table >> i & 1)
-            result |= (i & 4 ? x : ~x) & (i & 2 ? y : ~y) & (i & 1 ? z : ~z);
-    return result;
-}
-
 template <class T> inline T minimum(T x, T y)
 {
     if constexpr (is_float<T>) {
@@ -116,15 +80,19 @@ template <class T> inline T maximum(T x, T y)
     }
     return x > y ? x : y;
 }
-// A float that is a whole number, as an integer.
+// A float that is a whole number, as an integer: the nearest there is.
 template <class To, class From> inline To to_integer(From x)
 {
-    const bool wide = sizeof(To) == 8 || sizeof(From) == 8;
-    const To nan = wide ? static_cast<To>(Unsigned<To>(1) << (sizeof(To) * 8 - 1)) : 0;
-    return simt_saturated<To>(static_cast<double>(x), nan);
+    constexpr To least = std::numeric_limits<To>::min(), most = std::numeric_limits<To>::max();
+    const double value = static_cast<double>(x);
+    if (value != value)
+        return sizeof(To) == 8 || sizeof(From) == 8 ? static_cast<To>(Unsigned<To>(1) << (sizeof(To) * 8 - 1)) : 0;
+    if (value <= static_cast<double>(least))
+        return least;
+    return value >= static_cast<double>(most) ? most : static_cast<To>(value);
 }
 
-enum Shuffle { UP, DOWN, BUTTERFLY, INDEX };
+enum Shuffle { UP, BUTTERFLY, INDEX };
 // clamp: the last lane that can be read, and in bits 8 to 12 the bits of a lane's number that say which part it is in.
 inline uint32_t shuffle(Shuffle kind, uint32_t x, uint32_t by, uint32_t clamp, uint32_t mask, bool& inside, int line)
 {
@@ -132,8 +100,7 @@ inline uint32_t shuffle(Shuffle kind, uint32_t x, uint32_t by, uint32_t clamp, u
     const int part = clamp >> 8 & 31;
     const int last = (lane & part) | (clamp & 31 & ~part);
     const int step = by & 31;
-    const int source = kind == UP ? lane - step : kind == DOWN ? lane + step : kind == BUTTERFLY ? lane ^ step
-                                                                             : (lane & part) | (step & ~part);
+    const int source = kind == UP ? lane - step : kind == BUTTERFLY ? lane ^ step : (lane & part) | (step & ~part);
     inside = kind == UP ? source >= last : source <= last;
     return static_cast<uint32_t>(simt::warp_operation(simt::SHUFFLE, mask, x, inside ? source : lane, line));
 }

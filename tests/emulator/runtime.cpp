@@ -16,34 +16,22 @@ Thread* current;
 uint3 block_index, block_size, grid_size;
 const Launch* launch;
 std::vector<Lane> lanes;
-unsigned threads, block_number;
+std::vector<Warp> warps;
+unsigned threads, alive, block_number;
 std::string report;
 
 namespace {
 
 constexpr int POISON = 0xA5; // what shared memory holds at the start of a block
-const char* const OPERATION_NAMES[] = {"__syncwarp", "__ballot_sync", "__any_sync", "__all_sync", "__uni_sync",
-    "__shfl_sync", "__match_any_sync", "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync",
-    "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync"};
 
 Fiber scheduler, abandoned;
-std::vector<Warp> warps;
 char* stacks;
 size_t stack_count;
 char* dynamic;
-unsigned alive, at_barrier; // threads of the block
 uint64_t random_state;
 bool gave_up;
 
-Lane* running() { return static_cast<Lane*>(current); }
-unsigned lowest(unsigned set) { return __builtin_ctz(set); }
 unsigned highest(unsigned set) { return 31 - __builtin_clz(set); }
-
-template <class Visit> void each(const Warp& warp, unsigned set, Visit visit)
-{
-    for (; set; set &= set - 1)
-        visit(warp.lanes[lowest(set)]);
-}
 
 unsigned any_of(unsigned set)
 {
@@ -77,155 +65,11 @@ Lane* following(const Lane& lane)
     return nullptr;
 }
 
-unsigned lanes_of(const Warp& warp)
-{
-    const unsigned left = threads - 32 * warp.number;
-    return left >= 32 ? ~0u : (1u << left) - 1u;
-}
-
-[[noreturn]] void deadlock()
-{
-    say("error: deadlock in block %u: no thread can go on", block_number);
-    for (const Warp& warp : warps) {
-        for (unsigned left = warp.waiting | warp.at_barrier; left;) {
-            const Lane& first = warp.lanes[lowest(left)];
-            unsigned same = 0;
-            each(warp, left, [&](const Lane& lane) {
-                if (lane.line == first.line && lane.operation == first.operation && lane.mask == first.mask)
-                    same |= 1u << lane.lane;
-            });
-            if (first.at_block_operation)
-                say("  warp %u lanes %08x wait at __syncthreads, line %d", warp.number, same, first.line);
-            else
-                say("  warp %u lanes %08x wait at %s(mask %08x), line %d", warp.number, same,
-                    OPERATION_NAMES[first.operation], first.mask, first.line);
-            left &= ~same;
-        }
-        if (const unsigned exited = lanes_of(warp) & ~warp.alive)
-            say("  warp %u lanes %08x have exited", warp.number, exited);
-    }
-    give_up();
-}
-
-// All of `present`, which are those of the mask that live, are at a warp operation: give each its result.
-void complete(Warp& warp, unsigned present, const Lane& at)
-{
-    char what[240];
-    unsigned votes = 0, sum = 0, least = ~0u, most = 0, all = ~0u, any = 0, parity = 0;
-    int least_signed = std::numeric_limits<int>::max(), most_signed = std::numeric_limits<int>::min();
-    each(warp, present, [&](const Lane& lane) {
-        if (lane.mask != at.mask || lane.operation != at.operation || lane.line != at.line) {
-            snprintf(what, sizeof what,
-                     "lanes that name each other in a mask are at different warp operations: "
-                     "lane %u %s(%08x) line %d, lane %u %s(%08x) line %d",
-                     at.lane, OPERATION_NAMES[at.operation], at.mask, at.line, lane.lane,
-                     OPERATION_NAMES[lane.operation], lane.mask, lane.line);
-            fail(what, at.line);
-        }
-        const unsigned value = static_cast<unsigned>(lane.value);
-        votes |= (value & 1u) << lane.lane;
-        sum += value;
-        least = std::min(least, value);
-        most = std::max(most, value);
-        least_signed = std::min(least_signed, static_cast<int>(value));
-        most_signed = std::max(most_signed, static_cast<int>(value));
-        all &= value;
-        any |= value;
-        parity ^= value;
-    });
-    each(warp, present, [&](Lane& lane) {
-        lane.result = 0;
-        switch (static_cast<WarpOperation>(lane.operation)) {
-        case SYNC: break;
-        case BALLOT: lane.result = votes; break;
-        case ANY: lane.result = votes != 0; break;
-        case ALL: lane.result = votes == present; break;
-        case UNIFORM: lane.result = votes == present || !votes; break;
-        case SHUFFLE:
-            if (lane.source > 31 || !(present >> lane.source & 1)) {
-                snprintf(what, sizeof what, "lane %u shuffles from lane %u, which does not take part (lanes %08x do)",
-                         lane.lane, lane.source, present);
-                fail(what, lane.line);
-            }
-            lane.result = warp.lanes[lane.source].value;
-            break;
-        case MATCH:
-            each(warp, present, [&](const Lane& other) {
-                lane.result |= uint64_t(other.value == lane.value) << other.lane;
-            });
-            break;
-        case ADD: lane.result = sum; break;
-        case MIN: lane.result = least; break;
-        case MAX: lane.result = most; break;
-        case MIN_SIGNED: lane.result = static_cast<unsigned>(least_signed); break;
-        case MAX_SIGNED: lane.result = static_cast<unsigned>(most_signed); break;
-        case AND: lane.result = all; break;
-        case OR: lane.result = any; break;
-        case XOR: lane.result = parity; break;
-        }
-    });
-    if (at.operation == SYNC) { // votes and shuffles order no memory, as CUDA says
-        static std::vector<Lane*> met;
-        met.clear();
-        each(warp, present, [&](Lane& lane) { met.push_back(&lane); });
-        check_order(met);
-    }
-    warp.waiting &= ~present;
-    warp.ready |= present;
-}
-
-// All living threads are at __syncthreads.
-void release_block()
-{
-    static std::vector<Lane*> met;
-    met.clear();
-    for (const Warp& warp : warps)
-        each(warp, warp.at_barrier, [&](Lane& lane) { met.push_back(&lane); });
-    int votes = 0;
-    for (const Lane* lane : met) {
-        votes += lane->value != 0;
-        if (lane->line != met[0]->line || lane->operation != met[0]->operation) {
-            char what[120];
-            snprintf(what, sizeof what, "__syncthreads in divergent code: some threads are at line %d, some at line %d",
-                     met[0]->line, lane->line);
-            fail(what, lane->line);
-        }
-    }
-    for (Lane* lane : met) {
-        switch (static_cast<BlockOperation>(lane->operation)) {
-        case BLOCK_SYNC: lane->result = 0; break;
-        case BLOCK_COUNT: lane->result = votes; break;
-        case BLOCK_AND: lane->result = votes == static_cast<int>(met.size()); break;
-        case BLOCK_OR: lane->result = votes != 0; break;
-        }
-    }
-    check_order(met);
-    for (Warp& warp : warps) {
-        warp.ready |= warp.at_barrier;
-        warp.at_barrier = 0;
-    }
-    at_barrier = 0;
-}
-
 void run_lane()
 {
     launch->kernel(launch->arguments);
     Lane& lane = *running();
-    Warp& warp = *lane.warp;
-    warp.alive &= ~(1u << lane.lane);
-    warp.ready &= ~(1u << lane.lane);
-    --alive;
-    // its end can be what others wait for
-    for (unsigned left = warp.waiting; left; left &= left - 1) {
-        const Lane& other = warp.lanes[lowest(left)];
-        const unsigned present = other.mask & warp.alive;
-        if (other.mask >> lane.lane & 1 && (warp.waiting & present) == present) {
-            complete(warp, present, other);
-            break;
-        }
-    }
-    if (alive && at_barrier == alive)
-        release_block();
+    end_lane(lane);
     if (!alive) {
         current = nullptr;
         change(abandoned, scheduler);
@@ -288,14 +132,9 @@ void run_block()
         change(scheduler, lanes[0].fiber);
         return;
     }
-    for (Warp& warp : warps) {
-        warp.alive = warp.ready = lanes_of(warp);
-        warp.waiting = warp.at_barrier = 0;
-    }
+    start_block();
     for (Lane& lane : lanes)
         start(lane.fiber, lane.stack, STACK_BYTES, run_lane);
-    alive = threads;
-    at_barrier = 0;
     Lane& first = lanes[launch->order == 0 ? 0 : launch->order == 1 ? threads - 1 : random_number() % threads];
     current = &first;
     change(scheduler, first.fiber);
@@ -346,47 +185,6 @@ void run_next()
         current = next;
         change(lane->fiber, next->fiber);
     }
-}
-
-uint64_t warp_operation(WarpOperation operation, unsigned mask, uint64_t value, unsigned source, int line)
-{
-    Lane& lane = *running();
-    Warp& warp = *lane.warp;
-    if (!(mask >> lane.lane & 1))
-        fail("the calling lane is not in the mask of its own warp operation", line);
-    lane.at_block_operation = false;
-    lane.operation = operation;
-    lane.line = line;
-    lane.mask = mask;
-    lane.source = source;
-    lane.value = value;
-    warp.waiting |= 1u << lane.lane;
-    warp.ready &= ~(1u << lane.lane);
-    const unsigned present = mask & warp.alive;
-    const bool last = (warp.waiting & present) == present;
-    if (last)
-        complete(warp, present, lane);
-    if (!last || launch->order > 1)
-        run_next();
-    return lane.result;
-}
-
-int block_operation(BlockOperation operation, bool value, int line)
-{
-    Lane& lane = *running();
-    lane.at_block_operation = true;
-    lane.operation = operation;
-    lane.line = line;
-    lane.mask = 0;
-    lane.value = value;
-    lane.warp->at_barrier |= 1u << lane.lane;
-    lane.warp->ready &= ~(1u << lane.lane);
-    const bool last = ++at_barrier == alive;
-    if (last)
-        release_block();
-    if (!last || launch->order > 1)
-        run_next();
-    return static_cast<int>(lane.result);
 }
 
 void* dynamic_shared() { return dynamic; }

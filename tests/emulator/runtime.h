@@ -17,8 +17,7 @@ struct Lane : Thread {
     char* stack;
     Fiber fiber;
     bool fenced; // has passed a __threadfence
-    // the operation that it waits at, or was last at
-    bool at_block_operation;
+    // where it waits, or waited last: a warp operation, or where the mask is 0, __syncthreads
     int operation, line;
     unsigned mask, source;
     uint64_t value, result;
@@ -58,16 +57,31 @@ struct Range {
 };
 
 extern const Launch* launch;
-extern std::vector<Lane> lanes;
-extern unsigned threads, block_number;
+extern std::vector<Lane> lanes; // of the block, and its warps
+extern std::vector<Warp> warps;
+extern unsigned threads, alive, block_number; // threads of the block, and those that have not ended
 extern std::string report; // what was found, a line each
 
+inline Lane* running() { return static_cast<Lane*>(current); }
+inline unsigned lowest(unsigned set) { return __builtin_ctz(set); }
+template <class Visit> void each(const Warp& warp, unsigned set, Visit visit)
+{
+    for (; set; set &= set - 1)
+        visit(warp.lanes[lowest(set)]);
+}
+
+// runtime.cpp
 uint64_t random_number();
-void run_next();              // lets another lane run, until it is this one's turn again
+void run_next();             // lets another lane run, until it is this one's turn again
 [[noreturn]] void give_up();  // leaves the launch
 __attribute__((format(printf, 1, 2))) void say(const char* format, ...);
 
-// The checker. Without it nothing is watched.
+// waiting.cpp
+void start_block();
+void end_lane(Lane&);
+[[noreturn]] void deadlock();
+
+// checker.cpp. Without it nothing is watched.
 #ifdef SIMT_CHECK
 void check_launch(Range shared, Range dynamic_shared);
 void check_block();

@@ -1,6 +1,7 @@
 // What CUDA C++ gives a kernel without being asked, for g++. It is included before the kernel's text.
 //
-// Of floating point only what IEEE 754 fixes to the bit is here: __expf, rsqrtf and the like are left out on purpose.
+// It has what kernels here use. Of floating point that is only what IEEE 754 fixes to the bit: __expf, rsqrtf and the like
+// are left out on purpose.
 #pragma once
 
 #include <cmath>
@@ -17,7 +18,6 @@
 #define __host__
 #define __constant__ static
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
 #define __shared__ static __attribute__((section("simt_shared"))) // one section, so that the runtime knows its extent
@@ -27,7 +27,6 @@
 struct uint3 {
     unsigned x, y, z;
 };
-using dim3 = uint3;
 
 // ---------------------------------------------------------------------------------- what the runtime does for a kernel
 namespace simt {
@@ -39,13 +38,11 @@ struct Thread {
 extern Thread* current; // the CUDA thread that runs
 extern uint3 block_index, block_size, grid_size;
 
-enum WarpOperation { SYNC, BALLOT, ANY, ALL, UNIFORM, SHUFFLE, MATCH, ADD, MIN, MAX, MIN_SIGNED, MAX_SIGNED, AND, OR,
-                     XOR };
-enum BlockOperation { BLOCK_SYNC, BLOCK_COUNT, BLOCK_AND, BLOCK_OR };
+enum WarpOperation { SYNC, BALLOT, ANY, ALL, SHUFFLE, ADD, OR };
 
-// Wait for the lanes of mask (for all threads of the block). `source` is the lane that a shuffle reads.
+// Wait for the lanes of mask. `source` is the lane that a shuffle reads.
 uint64_t warp_operation(WarpOperation, unsigned mask, uint64_t value, unsigned source, int line);
-int block_operation(BlockOperation, bool value, int line);
+void block_barrier(int line);
 void* dynamic_shared();
 void fence();
 [[noreturn]] void fail(const char* what, int line);
@@ -74,10 +71,7 @@ template <class T> SIMT_UNCHECKED inline T value_of(uint64_t bits)
 static constexpr int warpSize = 32;
 
 // ------------------------------------------------------------------------------------------- barriers, votes, shuffles
-static inline void __syncthreads(SIMT_LINE) { simt::block_operation(simt::BLOCK_SYNC, false, line); }
-static inline int __syncthreads_count(int p, SIMT_LINE) { return simt::block_operation(simt::BLOCK_COUNT, p, line); }
-static inline int __syncthreads_and(int p, SIMT_LINE) { return simt::block_operation(simt::BLOCK_AND, p, line); }
-static inline int __syncthreads_or(int p, SIMT_LINE) { return simt::block_operation(simt::BLOCK_OR, p, line); }
+static inline void __syncthreads(SIMT_LINE) { simt::block_barrier(line); }
 static inline void __syncwarp(unsigned mask = ~0u, SIMT_LINE) { simt::warp_operation(simt::SYNC, mask, 0, 0, line); }
 
 #define SIMT_WARP(name, result, type, operation, value)                                                                \
@@ -88,21 +82,10 @@ static inline void __syncwarp(unsigned mask = ~0u, SIMT_LINE) { simt::warp_opera
 SIMT_WARP(__ballot_sync, unsigned, int, BALLOT, x != 0)
 SIMT_WARP(__any_sync, int, int, ANY, x != 0)
 SIMT_WARP(__all_sync, int, int, ALL, x != 0)
-SIMT_WARP(__uni_sync, int, int, UNIFORM, x != 0)
 SIMT_WARP(__reduce_add_sync, unsigned, unsigned, ADD, x)
 SIMT_WARP(__reduce_add_sync, int, int, ADD, static_cast<unsigned>(x))
-SIMT_WARP(__reduce_min_sync, unsigned, unsigned, MIN, x)
-SIMT_WARP(__reduce_max_sync, unsigned, unsigned, MAX, x)
-SIMT_WARP(__reduce_min_sync, int, int, MIN_SIGNED, static_cast<unsigned>(x))
-SIMT_WARP(__reduce_max_sync, int, int, MAX_SIGNED, static_cast<unsigned>(x))
-SIMT_WARP(__reduce_and_sync, unsigned, unsigned, AND, x)
 SIMT_WARP(__reduce_or_sync, unsigned, unsigned, OR, x)
-SIMT_WARP(__reduce_xor_sync, unsigned, unsigned, XOR, x)
 
-template <class T> static inline unsigned __match_any_sync(unsigned mask, T value, SIMT_LINE)
-{
-    return static_cast<unsigned>(simt::warp_operation(simt::MATCH, mask, simt::bits_of(value), 0, line));
-}
 template <class T> static inline T simt_shuffle(unsigned mask, T value, unsigned source, int line)
 {
     return simt::value_of<T>(simt::warp_operation(simt::SHUFFLE, mask, simt::bits_of(value), source, line));
@@ -116,12 +99,6 @@ template <class T> static inline T __shfl_up_sync(unsigned mask, T value, unsign
 {
     const unsigned lane = simt::current->lane;
     return simt_shuffle(mask, value, by > (lane & (width - 1u)) ? lane : lane - by, line);
-}
-template <class T> static inline T __shfl_down_sync(unsigned mask, T value, unsigned by, int width = 32, SIMT_LINE)
-{
-    const unsigned lane = simt::current->lane;
-    const bool beyond = (lane & (width - 1u)) + by >= static_cast<unsigned>(width);
-    return simt_shuffle(mask, value, beyond ? lane : lane + by, line);
 }
 template <class T> static inline T __shfl_xor_sync(unsigned mask, T value, int with, int width = 32, SIMT_LINE)
 {
@@ -153,57 +130,14 @@ template <class T> struct simt_same {
         return simt_atomic(address, [y]([[maybe_unused]] T x) -> T { return changed; });                               \
     }
 SIMT_ATOMIC(atomicAdd, x + y)
-SIMT_ATOMIC(atomicSub, x - y)
-SIMT_ATOMIC(atomicMin, y < x ? y : x)
 SIMT_ATOMIC(atomicMax, y > x ? y : x)
-SIMT_ATOMIC(atomicAnd, x& y)
-SIMT_ATOMIC(atomicOr, x | y)
-SIMT_ATOMIC(atomicXor, x ^ y)
-SIMT_ATOMIC(atomicExch, y)
-template <class T>
-static inline T atomicCAS(T* address, typename simt_same<T>::type expected, typename simt_same<T>::type y)
-{
-    return simt_atomic(address, [expected, y](T x) -> T { return x == expected ? y : x; });
-}
+
 static inline void __threadfence() { simt::fence(); }
-static inline void __threadfence_block() { simt::fence(); }
 
 // ------------------------------------------------------------------------------------------------------------ integers
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
-static inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 static inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
-static inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
-static inline int __ffs(int x) { return __builtin_ffs(x); }
-static inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 static inline unsigned __umulhi(unsigned x, unsigned y) { return static_cast<unsigned>(uint64_t(x) * y >> 32); }
-static inline int __mulhi(int x, int y) { return static_cast<int>(int64_t(x) * y >> 32); }
-static inline unsigned long long __umul64hi(unsigned long long x, unsigned long long y)
-{
-    return static_cast<unsigned long long>(static_cast<unsigned __int128>(x) * y >> 64);
-}
-static inline unsigned __brev(unsigned x)
-{
-    unsigned reversed = 0;
-    for (int i = 0; i < 32; ++i)
-        reversed |= (x >> i & 1u) << (31 - i);
-    return reversed;
-}
-static inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by)
-{
-    return static_cast<unsigned>((uint64_t(high) << 32 | low) << (by & 31) >> 32);
-}
-static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by)
-{
-    return static_cast<unsigned>((uint64_t(high) << 32 | low) >> (by & 31));
-}
-static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector)
-{
-    const uint64_t both = uint64_t(y) << 32 | x;
-    unsigned result = 0;
-    for (int i = 0; i < 4; ++i)
-        result |= static_cast<unsigned>(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
-    return result;
-}
 #define SIMT_MIN_MAX(T)                                                                                                \
     static inline T min(T x, T y) { return y < x ? y : x; }                                                            \
     static inline T max(T x, T y) { return x < y ? y : x; }
@@ -214,59 +148,12 @@ SIMT_MIN_MAX(unsigned long)
 SIMT_MIN_MAX(long long)
 SIMT_MIN_MAX(unsigned long long)
 
-// ---------------------------------------------------------------------------------------------- loads, vectors, floats
-template <class T> static inline T __ldg(const T* address) { return *address; }
-template <class T> static inline T __ldcs(const T* address) { return *address; }
-template <class T> static inline void __stcs(T* address, T value) { *address = value; }
-
-#define SIMT_VECTORS(T, name)                                                                                          \
-    struct alignas(2 * sizeof(T)) name##2 {                                                                            \
-        T x, y;                                                                                                        \
-    };                                                                                                                 \
-    struct alignas(4 * sizeof(T)) name##4 {                                                                            \
-        T x, y, z, w;                                                                                                  \
-    };                                                                                                                 \
-    static inline name##2 make_##name##2(T x, T y) { return {x, y}; }                                                  \
-    static inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
-SIMT_VECTORS(signed char, char)
-SIMT_VECTORS(unsigned char, uchar)
-SIMT_VECTORS(short, short)
-SIMT_VECTORS(unsigned short, ushort)
-SIMT_VECTORS(int, int)
-SIMT_VECTORS(unsigned, uint)
-SIMT_VECTORS(float, float)
-
-static inline float min(float x, float y) { return fminf(x, y); }
-static inline float max(float x, float y) { return fmaxf(x, y); }
-static inline float __fadd_rn(float x, float y) { return x + y; }
-static inline float __fsub_rn(float x, float y) { return x - y; }
-static inline float __fmul_rn(float x, float y) { return x * y; }
-static inline float __fdiv_rn(float x, float y) { return x / y; }
-static inline float __fsqrt_rn(float x) { return sqrtf(x); }
+// ------------------------------------------------------------------------------------------------------ vectors, floats
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
-static inline float __int2float_rn(int x) { return static_cast<float>(x); }
-static inline float __uint2float_rn(unsigned x) { return static_cast<float>(x); }
-static inline unsigned __float_as_uint(float x) { return static_cast<unsigned>(simt::bits_of(x)); }
-static inline int __float_as_int(float x) { return static_cast<int>(simt::bits_of(x)); }
-static inline float __uint_as_float(unsigned x) { return simt::value_of<float>(x); }
-static inline float __int_as_float(int x) { return simt::value_of<float>(static_cast<unsigned>(x)); }
-
-// A whole number as an integer: the nearest there is, `nan` if it is none.
-template <class T> static inline T simt_saturated(double x, T nan = 0)
-{
-    if (x != x)
-        return nan;
-    if (x <= static_cast<double>(std::numeric_limits<T>::min()))
-        return std::numeric_limits<T>::min();
-    if (x >= static_cast<double>(std::numeric_limits<T>::max()))
-        return std::numeric_limits<T>::max();
-    return static_cast<T>(x);
-}
-static inline int __float2int_rn(float x) { return simt_saturated<int>(rint(x)); }
-static inline int __float2int_rz(float x) { return simt_saturated<int>(trunc(x)); }
-static inline int __float2int_rd(float x) { return simt_saturated<int>(floor(x)); }
-static inline unsigned __float2uint_rn(float x) { return simt_saturated<unsigned>(rint(x)); }
-static inline void __trap(SIMT_LINE) { simt::fail("__trap", line); }
 
 // -------------------------------------------------------------------------------------- what a launch asks of a kernel
 namespace simt {
@@ -275,7 +162,7 @@ namespace simt {
 // that is an unsigned (u) or signed integer (i), a float (f), or something else (V).
 template <class... Parameters> const char* signature(void (*)(Parameters...))
 {
-    static char text[64 * 8];
+    static char text[4096];
     size_t length = 0;
     (
         [&] {
