@@ -23,17 +23,18 @@ const u32 ALL = 0xffffffffu;
 const int WORD_BITS = 16;
 const u32 LOWEST_STATE = 1u << WORD_BITS;
 const u32 TOTAL = 1u << PRECISION;
+const int LAST_SHIFT = 32 - PRECISION;            // of a token's last slot in a decoder's entry, above its frequency
 const u32 TOKEN_MASK = (1u << ROW_BITS) - 1;
-const u32 IDLE = TOKEN_MASK;                     // token of idle lanes
-const int SUBUNITS = 1 << SUBUNIT_BITS;
-const int CLASS_BITS = UNIT_BITS + SUBUNIT_BITS; // of a place on the scale axis, below the class
-const int PLACES = CLASSES << CLASS_BITS;        // in all classes; this very place is that of idle lanes
-const int IDLE_PLACE = 1 << 29;                  // whatever a coefficient adds, it is beyond PLACES
-const int BUCKETS = (CLASSES + 1) << BUCKET_BITS; // of a decoder: the last class is that of idle lanes
+const u32 IDLE = TOKEN_MASK;                      // token of idle lanes; their class is CLASSES
 const u32 IDLE_ENTRY = CLASSES << ROW_BITS | IDLE;
-const int AHEAD = 8;                             // steps whose memory is read before they are computed
-const u32 TOO_LARGE = 1;                         // flag of a group: a symbol is beyond 32 bits
-const u32 TOO_MANY = 2;                          // flag of a group: more escapes than there is space for
+const int BUCKETS = (CLASSES + 1) << BUCKET_BITS;
+const int SUBUNITS = 1 << SUBUNIT_BITS;
+const int CLASS_BITS = UNIT_BITS + SUBUNIT_BITS;  // of a place on the scale axis, below the class
+const int PLACES = CLASSES << CLASS_BITS;         // in all classes but that of idle lanes
+const int IDLE_PLACE = 1 << 29;                   // whatever a coefficient adds, it is beyond PLACES
+const int AHEAD = 8;                              // steps whose memory is read before they are computed
+const u32 TOO_LARGE = 1;                          // flag of a group: a symbol is beyond 32 bits
+const u32 TOO_MANY = 2;                           // flag of a group: more escapes than there is space for
 
 __device__ __forceinline__ int clamped(int value, int lowest, int highest)
 {
@@ -394,8 +395,8 @@ __device__ __forceinline__ int decode_raw(int code, u32& state, Words& words, in
 }
 
 // Decodes the next segments of all groups: a warp a group. states, positions (in words), damage and token_state are
-// kept from launch to launch. An entry is [frequency, start, value or code, score], each of 16 bits; a bucket says
-// where in the entries, in bytes, the search for a slot begins.
+// kept from launch to launch. An entry is a token's last slot << LAST_SHIFT | frequency, and its score << 16 | value or
+// code; a bucket says where in the entries, in bytes, the search for a slot begins.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS, BLOCKS_A_MULTIPROCESSOR)
 decode(const u16* __restrict__ words, const i64* __restrict__ word_starts, const uint2* __restrict__ entry_table,
        const u16* __restrict__ bucket_table, const int* __restrict__ first, const int* __restrict__ tokens,
@@ -445,13 +446,12 @@ decode(const u16* __restrict__ words, const i64* __restrict__ word_starts, const
                     const u32 slot = state & (TOTAL - 1);
                     u32 at = buckets[row_class << BUCKET_BITS | slot >> (PRECISION - BUCKET_BITS)];
                     uint2 entry = *(const uint2*)(entries + at);
-                    u32 within = slot - (entry.x >> 16);
-                    while (within >= (entry.x & 0xffff)) {
+                    while (entry.x < state << LAST_SHIFT) {  // as long as the slot is behind the token's last
                         at += sizeof(uint2);
                         entry = *(const uint2*)(entries + at);
-                        within = slot - (entry.x >> 16);
                     }
-                    state = (entry.x & 0xffff) * (state >> PRECISION) + within;
+                    const u32 frequency = entry.x & ((1u << LAST_SHIFT) - 1);
+                    state = frequency * (state >> PRECISION) + (slot - 1 + frequency - (entry.x >> LAST_SHIFT));
                     state = renormalised(state, next_words, lane);
                     update(token, mine, (int)entry.y >> 16, step, lane);
                     int value = (i16)entry.y;

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from seqkv.entropy_coding.alphabet import ESCAPE, LARGEST_PLAIN, TOKENS, TOTAL, plain_value
+from seqkv.entropy_coding.alphabet import ESCAPE, LARGEST_PLAIN, PRECISION, TOKENS, TOTAL, plain_value
 from seqkv.entropy_coding.contexts import CLASSES
 from seqkv.entropy_coding.tables import BUCKET_TOKENS, FREQUENCIES, ROW, SCORES, STARTS
 
@@ -22,18 +22,18 @@ SCORE_STRIDE = ROW + 2
 
 
 @functools.cache
-def entries() -> npt.NDArray[np.uint16]:
-    """For decoding, [ENTRIES, 4]: frequency, start, value (of the token with k + 1 raw bits LARGEST_PLAIN + 1 + k) and
-    score of each class's tokens, the last two signed."""
-    table = np.zeros((ENTRIES, 4), np.int64)
-    rows = table[:-1].reshape(CLASSES, ENTRY_STRIDE, 4)[:, :TOKENS]
-    rows[..., 0] = FREQUENCIES
-    rows[..., 1] = STARTS.reshape(CLASSES, ROW)[:, :TOKENS]
-    rows[..., :ESCAPE, 2] = [plain_value(token) for token in range(ESCAPE)]
-    rows[..., ESCAPE:, 2] = LARGEST_PLAIN + 1 + np.arange(TOKENS - ESCAPE)
-    rows[..., 3] = SCORES
-    table[-1, 0] = TOTAL
-    return table.astype(np.uint16)
+def entries() -> npt.NDArray[np.uint32]:
+    """For decoding, [ENTRIES, 2]: a token's last slot, above its frequency; its score, above its value, which for the
+    token with k + 1 raw bits is LARGEST_PLAIN + 1 + k. Scores and values are signed, of 16 bits."""
+    frequencies, values, scores = np.zeros((3, CLASSES, ENTRY_STRIDE), np.int64)
+    frequencies[:, :TOKENS] = FREQUENCIES
+    values[:, :ESCAPE] = [plain_value(token) for token in range(ESCAPE)]
+    values[:, ESCAPE:TOKENS] = LARGEST_PLAIN + 1 + np.arange(TOKENS - ESCAPE)
+    scores[:, :TOKENS] = SCORES
+    last = np.cumsum(frequencies, axis=1) - 1
+    table = np.stack([last << (32 - PRECISION) | frequencies, scores << 16 | values & 0xFFFF], axis=-1).reshape(-1, 2)
+    idle = [(TOTAL - 1) << (32 - PRECISION) | TOTAL, 0]
+    return np.vstack([table, idle]).astype(np.uint32)
 
 
 @functools.cache
