@@ -218,7 +218,7 @@ extern "C" __global__ void rank(const unsigned* __restrict__ flags, unsigned* __
 extern "C" __global__ void pair(const unsigned short* __restrict__ values, unsigned* __restrict__ out, int bug)
 {
     const unsigned short* own = values + 2 * threadIdx.x;
-    out[threadIdx.x] = bug == 1 ? *(const unsigned*)(own + 1) : own[0] | (unsigned)own[1] << 16;
+    out[threadIdx.x] = bug == 1 ? *(const unsigned*)(own + 1) : __byte_perm(own[0], own[1], 0x5410);
 }
 
 // Copies, and more.

@@ -173,6 +173,11 @@ class Instruction:
     def _clz(self) -> str:
         return self.result("__clz({})".format(*self.values("b32")))
 
+    def _prmt(self) -> str:
+        if self.type != "b32":  # has a mode
+            raise UnknownPTX("permutation")
+        return self.result(f"__byte_perm({', '.join(self.values('b32', 'b32', 'b32'))})")
+
     # -- comparisons, moves, conversions
 
     def _setp(self) -> str:

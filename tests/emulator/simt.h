@@ -138,6 +138,14 @@ static inline void __threadfence() { simt::fence(); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
 static inline unsigned __umulhi(unsigned x, unsigned y) { return static_cast<unsigned>(uint64_t(x) * y >> 32); }
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector)
+{
+    const uint64_t both = uint64_t(y) << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i)
+        result |= static_cast<unsigned>(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return result;
+}
 #define SIMT_MIN_MAX(T)                                                                                                \
     static inline T min(T x, T y) { return y < x ? y : x; }                                                            \
     static inline T max(T x, T y) { return x < y ? y : x; }
