@@ -6,6 +6,7 @@ CuPy and Numba for CUDA are imported when a kernel is first needed, so that ever
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ def cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise DeviceError(f"CUDA arrays need CuPy: install seqkv[cuda13] or seqkv[cuda12], or move them to the host ({error})") from error
+        raise DeviceError(
+            f"CUDA arrays need CuPy: install seqkv[cuda13] or seqkv[cuda12], or move them to the host ({error})"
+        ) from error
     return cupy
 
 
@@ -31,6 +34,17 @@ def available() -> bool:
         return bool(cupy().cuda.is_available())
     except DeviceError:
         return False
+
+
+def demand() -> None:
+    """DeviceError unless kernels can run here: says what is missing."""
+    cupy()
+    try:
+        importlib.metadata.version("numba-cuda")
+    except importlib.metadata.PackageNotFoundError:
+        raise DeviceError("kernels need numba-cuda: install seqkv[cuda13] or seqkv[cuda12]") from None
+    if not available():
+        raise DeviceError("CuPy finds no CUDA device: is there one, with a driver for the CUDA that CuPy is built for?")
 
 
 @functools.cache

@@ -24,27 +24,27 @@ _PROFILE = "the profile (from seqkv calibrate), or none to work without one"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit code: 0, or 2 with a line on stderr if something was refused."""
+    """Run a command. Returns the exit code: 0, or 1 if a check failed, or 2 with a line on stderr if something was
+    refused."""
     args = parser().parse_args(argv)
     # before PyTorch is loaded: its threads spin while they wait, which beside other processes costs several times over
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: display.note(f"warning: {message}")
-            args.run(args)
+            return args.run(args) or 0
     except OSError as error:
         display.note(f"seqkv: {error.filename}: {error.strerror}" if error.filename else f"seqkv: {error}")
         return 2
     except ModuleNotFoundError as error:
         display.note(f"seqkv: this command needs {error.name}: pip install 'seqkv[demo]'")
         return 2
-    except SeqkvError as error:
+    except (SeqkvError, engine.DeviceError) as error:
         display.note(f"seqkv: {error}")
         return 2
     except KeyboardInterrupt:
         display.note("seqkv: interrupted")
         return 130
-    return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -95,6 +95,10 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--memory", action="store_true", help="measure the peak memory as well (Linux)")
     one.add_argument("--json", action="store_true", help="print JSON")
     _quality(one)
+
+    one = command("gpu-check", check_gpu, "Compare this machine's GPU with the CPU, and measure it.")
+    one.add_argument("--out", type=Path, metavar="FILE", help="where to write JSON")
+    one.add_argument("--json", action="store_true", help="print JSON")
 
     one = command("demo", demo, "All of it on SmolLM2-135M: a table, a picture, two continuations.")
     one.add_argument("--fresh", action="store_true", help="calibrate even if a profile is in the cache")
@@ -256,6 +260,26 @@ def demo(args: argparse.Namespace) -> None:
     from seqkv import demo as demonstration
 
     demonstration.run(args.out, args.fresh)
+
+
+def check_gpu(args: argparse.Namespace) -> int:
+    from seqkv.cuda_kernels import device
+
+    device.demand()  # before anything is loaded that needs Numba for CUDA
+    from seqkv import gpu_check
+
+    if args.out:
+        _writable(args.out)
+    with display.progress("gpu-check") as report:
+        result = gpu_check.run(gpu_check.Effort(), report)
+    text = json.dumps(result, indent=2)
+    if args.out:
+        args.out.write_text(text + "\n")
+    if args.json:
+        print(text)
+    else:
+        gpu_check.show(result)
+    return 0 if result["ok"] else 1
 
 
 def _profile(path: str) -> Any:

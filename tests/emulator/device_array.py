@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -101,6 +101,9 @@ class DevicePointer(int):
 
 class Device:
     """The one there is; a context in which it is the current one."""
+
+    attributes: ClassVar = {"MultiProcessorCount": 1, "ClockRate": 1}
+    compute_capability = "90"
 
     def __init__(self, number: int = 0) -> None:
         self.id = number

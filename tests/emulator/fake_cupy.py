@@ -6,6 +6,7 @@ What is not here is NumPy's function of the same name, over arrays of the device
 from __future__ import annotations
 
 import ctypes
+import time
 import types
 from typing import Any
 
@@ -114,9 +115,12 @@ class Stream:
 
 
 class Event:
+    time = 0.0
+
     def __init__(self, block: bool = False, disable_timing: bool = False) -> None: ...
 
-    def record(self, stream: Stream | None = None) -> None: ...
+    def record(self, stream: Stream | None = None) -> None:
+        self.time = time.perf_counter()
 
     def synchronize(self) -> None: ...
 
@@ -182,12 +186,17 @@ def gemm_ex(
     mark_initialised(c.host)
 
 
+_MEMORY = 1 << 40
+_properties = {"name": b"an emulated device"}
+_pool = types.SimpleNamespace(used_bytes=lambda: 0, total_bytes=lambda: 0, free_all_blocks=lambda: None)
+
 cuda = types.SimpleNamespace(
     is_available=lambda: True,
     get_current_stream=lambda: _current_stream,
     Device=device_array.Device,
     Stream=Stream,
     Event=Event,
+    get_elapsed_time=lambda start, end: 1000 * (end.time - start.time),
     cublas=types.SimpleNamespace(
         gemmEx=gemm_ex,
         CUBLAS_OP_N=_OP_N,
@@ -197,7 +206,13 @@ cuda = types.SimpleNamespace(
         CUBLAS_GEMM_DEFAULT=_GEMM_DEFAULT,
     ),
     device=types.SimpleNamespace(get_cublas_handle=lambda: 1),
-    runtime=types.SimpleNamespace(CUDA_R_32F=_CUDA_R_32F),
+    runtime=types.SimpleNamespace(
+        CUDA_R_32F=_CUDA_R_32F,
+        getDeviceProperties=lambda number: _properties,
+        memGetInfo=lambda: (_MEMORY, _MEMORY),
+        driverGetVersion=lambda: 13000,
+        runtimeGetVersion=lambda: 13000,
+    ),
 )
 
 # ----------------------------------------------------------------------------------------------------------- the module
@@ -232,6 +247,7 @@ class FakeCupy(types.ModuleType):
         for function in (*new, *copied):
             setattr(self, function.__name__, function)
         self.ndarray, self.RawModule, self.cuda = ndarray, raw_module, cuda
+        self.get_default_memory_pool, self.__version__ = lambda: _pool, "0"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
