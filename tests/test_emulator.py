@@ -160,6 +160,7 @@ BUGS = [
     (warp_sum, 3, "race", "a ballot is taken for a barrier"),
     (reverse, 1, "race: write after read", "no barrier at the end of a loop"),
     (reverse, 2, "divergent", "a barrier in a divergent branch"),
+    (reverse, 3, "deadlock", "half a warp waits for the other, which is at a barrier"),
     (total, 1, "race: read after write", "no __threadfence before the ticket"),
     (rank, 1, "shift by too much", "a shift by 32"),
     (pair, 1, "misaligned", "a misaligned load"),

@@ -1,4 +1,8 @@
-"""A device for tests, emulated."""
+"""A device for tests, emulated: kernels run on the host, from the text or the PTX that a device would get.
+
+It cannot see how memory is reordered between threads beyond what barriers forbid, what ptxas makes of PTX, nor how long
+anything takes. Blocks run one after another: one that waits for another waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +24,16 @@ def emulated_device(
 
     by_nvrtc: CUDA C++ as NVRTC compiles it, not its text as g++ does.
     """
-    settings, cupy = host_cuda.settings, sys.modules.pop("cupy", None)
+    settings, installed = host_cuda.settings, sys.modules.pop("cupy", None)
     host_cuda.settings = Settings(mode, order, preempt, **more)
-    sys.modules["cupy"] = FakeCupy(nvrtc.RawModule if by_nvrtc else host_cuda.RawModule)
+    cupy = sys.modules["cupy"] = FakeCupy(nvrtc.RawModule if by_nvrtc else host_cuda.RawModule)
     device.raw_module.cache_clear()
     try:
         with numba_kernels.emulated():
-            yield sys.modules["cupy"]
+            yield cupy
     finally:
         device.raw_module.cache_clear()
         host_cuda.settings = settings
         del sys.modules["cupy"]
-        if cupy is not None:
-            sys.modules["cupy"] = cupy
+        if installed is not None:
+            sys.modules["cupy"] = installed

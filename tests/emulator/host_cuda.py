@@ -74,14 +74,14 @@ def _cached(suffix: str, inputs: Any, make: Callable[[Path], None]) -> Path:
 @cache
 def _runtime(mode: str) -> tuple[Path, ...]:
     texts = [path.read_text() for path in sorted(FOLDER.glob("*.[ch]*")) if path.suffix in (".h", ".cpp")]
-    return tuple(
-        _cached(
-            ".o",
-            (texts, mode, RUNTIME_FLAGS[mode], source),
-            lambda made, source=source: _compile(*RUNTIME_FLAGS[mode], "-c", str(FOLDER / source), "-o", str(made)),
-        )
-        for source in RUNTIME_SOURCES[mode]
-    )
+
+    def compiled(source: str) -> Path:
+        def make(made: Path) -> None:
+            _compile(*RUNTIME_FLAGS[mode], "-c", str(FOLDER / source), "-o", str(made))
+
+        return _cached(".o", (texts, mode, RUNTIME_FLAGS[mode], source), make)
+
+    return tuple(map(compiled, RUNTIME_SOURCES[mode]))
 
 
 def _shared_object(text: str, mode: str, options: Sequence[str]) -> Path:

@@ -1,5 +1,5 @@
-// Small kernels, each with mistakes that the emulator must see. `bug` says which one a kernel makes, 0 none; the numbers
-// are listed in test_emulator.py.
+// Small kernels, each with mistakes that the emulator must see. `bug` says which one a kernel makes, 0 none; the
+// numbers are listed in test_emulator.py.
 #define ALL 0xffffffffu
 
 // A warp packs a chunk of values: the codes of those whose code is not 0, in order, into the chunk's slot of words.
@@ -37,7 +37,7 @@ pack(const unsigned char* __restrict__ values, const unsigned char* __restrict__
         counts[chunk] = position;
 }
 
-// Inverse of pack, of words without gaps: chunk c has those from offsets[c] on. Counts chunks that are damaged in `bad`.
+// Inverse of pack, of words without gaps: chunk c has those from offsets[c] on. Counts damaged chunks in `bad`.
 extern "C" __global__ void __launch_bounds__(128)
 unpack(const unsigned short* __restrict__ words, const unsigned* __restrict__ offsets,
        const unsigned* __restrict__ masks, const unsigned* __restrict__ sums, const unsigned char* __restrict__ decode,
@@ -173,6 +173,8 @@ extern "C" __global__ void reverse(const int* __restrict__ values, int* __restri
     __shared__ int buffer[64];
     for (int tile = 0; tile < tiles; ++tile) {
         buffer[threadIdx.x] = values[tile * 64 + threadIdx.x];
+        if (bug == 3 && threadIdx.x < 16)
+            __syncwarp();
         if (bug == 2 && threadIdx.x < 32)
             __syncthreads();
         else

@@ -47,7 +47,9 @@ template <class T> inline T divide(T x, T y)
 {
     if (y == 0)
         return static_cast<T>(-1);
-    return std::is_signed<T>::value && y == static_cast<T>(-1) ? static_cast<T>(0 - static_cast<Unsigned<T>>(x)) : x / y;
+    if (std::is_signed<T>::value && y == static_cast<T>(-1))
+        return static_cast<T>(0 - static_cast<Unsigned<T>>(x));
+    return x / y;
 }
 template <class T> inline T remainder(T x, T y)
 {

@@ -58,7 +58,7 @@ ROUNDED_TO_WHOLE = {"rni": "std::rint", "rzi": "std::trunc", "rmi": "std::floor"
 INEXACT = {"ftz", "approx", "full", "rz", "rm", "rp", "sat", "cc", "noftz"}
 ATOMICS = {"add": "atomicAdd", "max": "atomicMax"}
 VOTES = {"ballot": "BALLOT", "any": "ANY", "all": "ALL"}
-REDUCTIONS = {"add": "ADD", "or": "OR"}
+REDUCTIONS = {("add", "s32"): "ADD", ("add", "u32"): "ADD", ("max", "u32"): "MAX", ("or", "b32"): "OR"}
 SHUFFLES = {"up": "UP", "bfly": "BUTTERFLY", "idx": "INDEX"}
 
 _OPERANDS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
@@ -275,7 +275,7 @@ class Instruction:
 
     def _redux(self) -> str:
         _, x, mask = self.operands
-        return self.result(self._warp(REDUCTIONS[self.modifiers[1]], self.value(x, "u32"), mask))
+        return self.result(self._warp(REDUCTIONS[self.modifiers[1], self.type], self.value(x, "u32"), mask))
 
     def _shfl(self) -> str:
         to, _, inside = self.operands[0].partition("|")

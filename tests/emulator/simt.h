@@ -1,7 +1,7 @@
 // What CUDA C++ gives a kernel without being asked, for g++. It is included before the kernel's text.
 //
-// It has what kernels here use. Of floating point that is only what IEEE 754 fixes to the bit: __expf, rsqrtf and the like
-// are left out on purpose.
+// It has what kernels here use. Of floating point that is only what IEEE 754 fixes to the bit: __expf, rsqrtf and the
+// like are left out on purpose.
 #pragma once
 
 #include <cmath>
@@ -38,7 +38,7 @@ struct Thread {
 extern Thread* current; // the CUDA thread that runs
 extern uint3 block_index, block_size, grid_size;
 
-enum WarpOperation { SYNC, BALLOT, ANY, ALL, SHUFFLE, ADD, OR };
+enum WarpOperation { SYNC, BALLOT, ANY, ALL, SHUFFLE, ADD, MAX, OR };
 
 // Wait for the lanes of mask. `source` is the lane that a shuffle reads.
 uint64_t warp_operation(WarpOperation, unsigned mask, uint64_t value, unsigned source, int line);
@@ -84,6 +84,7 @@ SIMT_WARP(__any_sync, int, int, ANY, x != 0)
 SIMT_WARP(__all_sync, int, int, ALL, x != 0)
 SIMT_WARP(__reduce_add_sync, unsigned, unsigned, ADD, x)
 SIMT_WARP(__reduce_add_sync, int, int, ADD, static_cast<unsigned>(x))
+SIMT_WARP(__reduce_max_sync, unsigned, unsigned, MAX, x)
 SIMT_WARP(__reduce_or_sync, unsigned, unsigned, OR, x)
 
 template <class T> static inline T simt_shuffle(unsigned mask, T value, unsigned source, int line)
@@ -156,7 +157,7 @@ SIMT_MIN_MAX(unsigned long)
 SIMT_MIN_MAX(long long)
 SIMT_MIN_MAX(unsigned long long)
 
-// ------------------------------------------------------------------------------------------------------ vectors, floats
+// ----------------------------------------------------------------------------------------------------- vectors, floats
 struct alignas(8) uint2 {
     unsigned x, y;
 };

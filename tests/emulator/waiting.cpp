@@ -1,11 +1,13 @@
 // Where threads wait for each other: warp operations and __syncthreads.
+#include <algorithm>
+
 #include "runtime.h"
 
 namespace simt {
 namespace {
 
 const char* const OPERATION_NAMES[] = {"__syncwarp", "__ballot_sync", "__any_sync", "__all_sync",
-                                       "__shfl_sync", "__reduce_add_sync", "__reduce_or_sync"};
+                                       "__shfl_sync", "__reduce_add_sync", "__reduce_max_sync", "__reduce_or_sync"};
 
 unsigned waiting_threads; // at __syncthreads
 
@@ -19,7 +21,7 @@ unsigned lanes_of(const Warp& warp)
 void complete(Warp& warp, unsigned present, const Lane& at)
 {
     char what[240];
-    unsigned votes = 0, sum = 0, any = 0;
+    unsigned votes = 0, sum = 0, most = 0, any = 0;
     each(warp, present, [&](const Lane& lane) {
         if (lane.mask != at.mask || lane.operation != at.operation || lane.line != at.line) {
             snprintf(what, sizeof what,
@@ -31,6 +33,7 @@ void complete(Warp& warp, unsigned present, const Lane& at)
         }
         votes |= static_cast<unsigned>(lane.value & 1u) << lane.lane;
         sum += static_cast<unsigned>(lane.value);
+        most = std::max(most, static_cast<unsigned>(lane.value));
         any |= static_cast<unsigned>(lane.value);
     });
     each(warp, present, [&](Lane& lane) {
@@ -40,6 +43,7 @@ void complete(Warp& warp, unsigned present, const Lane& at)
         case ANY: lane.result = votes != 0; break;
         case ALL: lane.result = votes == present; break;
         case ADD: lane.result = sum; break;
+        case MAX: lane.result = most; break;
         case OR: lane.result = any; break;
         case SHUFFLE:
             if (lane.source > 31 || !(present >> lane.source & 1)) {
