@@ -168,7 +168,10 @@ def _bounds(tokens: int) -> NDArray[np.int64]:
 
 
 def kernels(subject: Subject, clock: Clock) -> list[Kernel]:
-    """Each kernel as a batch of chunks uses it: the coder on a layer, the others on the keys of a layer."""
+    """Each kernel as a batch of chunks uses it: the coder on a layer, the others on the keys of a layer.
+
+    Classifying and encoding copy sizes to the host, and wait for it: their times include that, as a caller's do.
+    """
     sizes, xp = subject.sizes, device.cupy()
     tokens, channels, layer = min(sizes.tokens, SPAN), sizes.channels, sizes.layers // 2
     keys, values, batch = 2 * layer, 2 * layer + 1, _batch(subject, tokens)
@@ -181,7 +184,7 @@ def kernels(subject: Subject, clock: Clock) -> list[Kernel]:
 
     count, calls = channels * tokens, 10
     part, symbols, back = residual[:channels], symbols[:channels], xp.empty((channels, tokens), np.float32)
-    heads, block = subject.kv.keys[layer][:, :tokens], xp.empty((tokens, channels), np.float32)
+    heads, block = subject.kv.keys[layer][:, :tokens], xp.zeros((tokens, channels), np.float32)
     cos, sin = sizes.rope.tables(np.arange(tokens))
     turn = elementwise.Turn.of(cos, sin, *sizes.rope.pairs())
     stored = xp.empty((1, *heads.shape), np.uint16)
