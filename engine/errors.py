@@ -39,6 +39,13 @@ class StreamError(SeqkvError):
     """
 
 
+class SessionError(SeqkvError):
+    """A session is not known, or is known already.
+
+    The message names the session. Remove it before it is put there again.
+    """
+
+
 class CalibrationError(SeqkvError):
     """A profile cannot be fitted from what was given.
 
