@@ -47,9 +47,11 @@ __device__ __forceinline__ u32 rank_in(u32 vote, int lane)
     return __popc(vote & ((1u << lane) - 1u));
 }
 
+// The reduction changes nothing, but it tells the compiler that a warp's lanes agree: shuffles and votes then need no code
+// for lanes that went apart. Launchers keep it below 2^31.
 __device__ __forceinline__ i64 warp_number()
 {
-    return (i64)blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
+    return __reduce_max_sync(ALL, blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES);
 }
 
 template <class T>

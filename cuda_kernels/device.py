@@ -66,4 +66,12 @@ def launch(kernel: Any, count: int, *args: Any) -> None:
 
     stream = cuda.external_stream(cupy().cuda.get_current_stream().ptr)
     blocks = min(-(-count // THREADS), MOST_BLOCKS)
-    kernel[blocks, THREADS, stream](*args)
+    kernel[blocks, THREADS, stream](*(_OnStream(x) if hasattr(x, "__cuda_array_interface__") else x for x in args))
+
+
+class _OnStream:
+    """An array as a kernel on its own stream may take it: Numba would wait for a stream that the array names."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": None}

@@ -44,6 +44,7 @@ def _configured(kernel: dispatcher.CUDADispatcher, configuration: tuple[Any, ...
 def _launch(kernel: dispatcher.CUDADispatcher, configuration: tuple[Any, ...], args: tuple[Any, ...]) -> None:
     grid, block = normalize_kernel_dimensions(*configuration[:2])
     shared_mem = configuration[3] if len(configuration) > 3 else 0
+    args = tuple(getattr(x, "array", x) for x in args)  # as device.launch gives them
     arrays = {f"argument {i}": x.host for i, x in enumerate(args) if isinstance(x, ndarray)}
     if any(isinstance(x, np.ndarray) for x in args):
         raise TypeError("an array of the host is given to a kernel: Numba would copy it there and back")
