@@ -16,7 +16,7 @@ namespace simt {
 namespace {
 
 constexpr size_t MOST_FINDINGS = 20;
-constexpr size_t NEAR = 4096; // bytes from a region that still count as running over its end
+constexpr size_t NEAR = 4096; // bytes from a memory that still count as running over its end
 
 struct Touch { // an access to a byte
     uint32_t block; // its number + 1; 0 for none
@@ -126,15 +126,23 @@ Memory* find(uintptr_t address)
     return nullptr;
 }
 
+// Outside of all memories: said of the one that is nearest.
 [[noreturn]] void found_outside(uintptr_t address, uint32_t code)
 {
+    const Memory* nearest = nullptr;
+    size_t least = NEAR;
     for (const Memory& memory : memories) {
-        if (address >= memory.end && address - memory.end < NEAR)
-            found_fatal("error: out of bounds (past the end)", &memory, address, code);
-        if (address < memory.start && memory.start - address <= NEAR)
-            found_fatal("error: out of bounds (before the start)", &memory, address, code);
+        const size_t distance = address >= memory.end ? address - memory.end : memory.start - address;
+        if (distance < least) {
+            least = distance;
+            nearest = &memory;
+        }
     }
-    found_fatal("error: out of bounds (of everything)", nullptr, address, code);
+    if (!nearest)
+        found_fatal("error: out of bounds (of everything)", nullptr, address, code);
+    if (address >= nearest->end)
+        found_fatal("error: out of bounds (past the end)", nearest, address, code);
+    found_fatal("error: out of bounds (before the start)", nearest, address, code);
 }
 
 // Whether the running lane sees what an earlier access did.
