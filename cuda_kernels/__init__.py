@@ -1,5 +1,6 @@
-"""The engine's operations on a GPU: the interleaved coder as CUDA C++ through CuPy (`coder.cu`, `compaction.cu`), what is
-done to each value as Numba CUDA kernels (`elementwise`), products of matrices by cuBLAS (`linear`).
+"""The engine's operations on a GPU.
 
-Knows nothing of models, caches or files. CuPy and Numba for CUDA are loaded when they are first needed.
+The coder is CUDA C++ through CuPy (`coder.cu`, `compaction.cu`), what is done to each value are Numba CUDA kernels
+(`elementwise`), products of matrices are cuBLAS's (`linear`). Nothing here knows of models, caches or files. CuPy and
+Numba for CUDA are loaded when they are first needed.
 """

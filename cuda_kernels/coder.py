@@ -130,7 +130,7 @@ class Encoder:
         self._segments += segments
         self._passes.append(coded)
 
-    def finish(self) -> tuple[list[bytes], npt.NDArray[np.uint8]]:
+    def finish(self) -> tuple[list[memoryview], npt.NDArray[np.uint8]]:
         """The bytes of each group, and which coefficients are live, uint8 [groups, coefs of all that was added].
 
         To be called once. Raises ValueError if a symbol was -2^31, or statistics were not those of the symbols.
@@ -154,9 +154,9 @@ class Encoder:
         streams = cupy.empty(int(ends[-1]), np.uint16)
         gathered = (states, words, word_ends, starts, streams)
         _launch(COMPACTION, "gather", groups.count * MOST_WARPS, gathered, MOST_WARPS)
-        data = memoryview(streams.get().astype("<u2", copy=False)).cast("B")
+        data = memoryview(streams.get().view(np.uint8))
         live = np.concatenate([np.zeros((groups.count, 0), np.uint8), *self._live], axis=1)
-        return [bytes(data[2 * start : 2 * end]) for start, end in itertools.pairwise(ends)], live
+        return [data[2 * start : 2 * end] for start, end in itertools.pairwise(ends)], live
 
 
 class Decoder:
@@ -185,11 +185,16 @@ class Decoder:
             raise CorruptGroup(f"{_named(bad)}: a group is {STATE_BYTES} bytes of states and 2 bytes a word")
         cupy = device.cupy()
         states = b"".join(memoryview(group).cast("B")[:STATE_BYTES] for group in groups)
-        words = b"".join(memoryview(group).cast("B")[STATE_BYTES:] for group in groups)
         self._word_counts = (sizes - STATE_BYTES) // 2
         self._states = cupy.asarray(np.frombuffer(states, "<u4").astype(np.uint32).reshape(-1, LANES))
-        self._words = cupy.asarray(np.frombuffer(words, "<u2").astype(np.uint16))
-        self._word_starts = cupy.asarray(_starts(self._word_counts))
+        word_starts = _starts(self._word_counts)
+        self._word_starts = cupy.asarray(word_starts)
+        self._words = cupy.empty(int(word_starts[-1]), np.uint16)
+        as_bytes = self._words.view(np.uint8)  # both sides are little-endian, and a group may lie at an odd address
+        for group, start, count in zip(groups, word_starts, self._word_counts, strict=False):
+            if count:
+                words = np.frombuffer(group, np.uint8, 2 * int(count), STATE_BYTES)
+                as_bytes[2 * int(start) : 2 * int(start + count)].set(words)
         self._flags = cupy.asarray(np.ascontiguousarray(flags != 0).view(np.uint8))
         self._tables = tuple(cupy.asarray(table) for table in (coder_tables.entries(), coder_tables.buckets()))
         self._positions = cupy.zeros(len(groups), np.int64)

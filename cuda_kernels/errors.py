@@ -2,5 +2,7 @@
 
 
 class DeviceError(RuntimeError):
-    """The GPU path cannot run here: no CuPy, no Numba for CUDA, or no device. Install seqkv[cuda13] or seqkv[cuda12], or
-    use the CPU (backend="cpu")."""
+    """The GPU path cannot run here: CuPy, Numba for CUDA or a device is missing.
+
+    Install seqkv[cuda13] or seqkv[cuda12], or use the CPU (backend="cpu").
+    """

@@ -56,9 +56,7 @@ def multiply(a: Any, b: Any, out: Any, *, accumulate: bool = False, exact: bool 
 
 def _by_columns(x: Any) -> bool:
     """Whether columns, rather than rows, are contiguous."""
-    return bool(x.shape[0] == 1 or x.strides[0] == x.itemsize) and not (
-        x.shape[1] > 1 and x.strides[1] == x.itemsize
-    )
+    return bool(x.shape[0] == 1 or x.strides[0] == x.itemsize) and not (x.shape[1] > 1 and x.strides[1] == x.itemsize)
 
 
 def _layout(x: Any) -> tuple[bool, int]:

@@ -71,11 +71,13 @@ class Rope:
         """How many leading channels of a head are turned."""
         return 2 * self.inv_freq.size
 
-    def tables(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Cosine and sine of the angle of each position and pair of channels, [tokens, rotary_dim / 2] float32."""
+    def tables(self, positions: Any) -> tuple[Any, Any]:
+        """Cosine and sine of the angle of each position and pair of channels, [tokens, rotary_dim / 2] float32, where
+        positions [tokens] are: NumPy or CuPy."""
+        xp = module_of(positions)
         # float64 angles: a float32 product is off by 0.004 radians at position 100,000
-        angles = np.multiply.outer(np.asarray(positions, np.float64), self.inv_freq.astype(np.float64))
-        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        angles = xp.asarray(positions, np.float64)[:, None] * xp.asarray(self.inv_freq, np.float64)
+        return xp.cos(angles).astype(np.float32), xp.sin(angles).astype(np.float32)
 
     def pairs(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """First and second channel of each turned pair, [rotary_dim / 2] each."""

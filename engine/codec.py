@@ -177,7 +177,7 @@ def _near(
         sections.append(Section(TOPK_IDS, 0, container.pack(probs.topk_ids)))
         sections.append(Section(TOPK_PROBS, 0, container.pack(probs.topk_probs.astype(np.float16))))
     sections += [*mode.sections(), Section(CLASSES, 0, near.pack_classes(classes))]
-    coded, loss = tier.encode_chunks(kv, mode, probs, near.gains(mode.gains, classes), index)
+    coded, loss = tier.encode_chunks(kv, mode, probs, classes, index)
     return sections + coded, loss
 
 
@@ -187,7 +187,7 @@ def _decode(
     mode = stored_mode(parsed, form, profile)
     probs = _stored_probs(parsed, form, mode.predictor)
     classes = near.unpack_classes(parsed.section(CLASSES), len(form.shape), form.tokens)
-    tier.decode_chunks(parsed, form, mode, probs, near.gains(mode.gains, classes), wanted, depth, target)
+    tier.decode_chunks(parsed, form, mode, probs, classes, wanted, depth, target)
 
 
 def _shown(loss: near.Loss) -> dict[str, float | None]:

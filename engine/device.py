@@ -51,13 +51,13 @@ def blocks_of(kv: KVCache, tokens: slice) -> Callable[[int], Any]:
 
 
 def encode_chunks(
-    kv: KVCache, mode: Mode, probs: TokenProbs, gain: NDArray[np.int8], step: int
+    kv: KVCache, mode: Mode, probs: TokenProbs, classes: NDArray[np.uint8], step: int
 ) -> tuple[list[Section], near.Loss]:
     """As host.encode_chunks."""
     sections: list[Section] = []
     loss = near.Loss.none()
     for some in _batches(mode, range(chunks(kv.tokens))):
-        batch = Batch(_bounds(some, kv.tokens), mode.table, mode.predictor, probs, gain, [step] * len(some))
+        batch = Batch(_bounds(some, kv.tokens), mode, probs, classes, [step] * len(some))
         encoding = _Encoding(mode, batch, step)
         encoding.add_layers(blocks_of(kv, slice(batch.start, batch.stop)))
         sections += encoding.sections(some)
@@ -70,7 +70,7 @@ def decode_chunks(
     form: Form,
     mode: Mode,
     probs: TokenProbs,
-    gain: NDArray[np.int8],
+    classes: NDArray[np.uint8],
     wanted: range,
     depth: range,
     target: Target,
@@ -81,11 +81,12 @@ def decode_chunks(
     for some in _batches(mode, needed(mode, wanted)):
         steps = [form.steps[chunk] for chunk in some]
         try:
-            batch = Batch(_bounds(some, form.tokens), mode.table, mode.predictor, probs, gain, steps)
+            batch = Batch(_bounds(some, form.tokens), mode, probs, classes, steps)
         except ProbsError as error:
             raise StreamError(f"altered: {error}") from error
         scales = [mode.stored_scale(parsed, chunk, step) for chunk, step in zip(some, steps, strict=True)]
-        base = xp.asarray(np.stack([near.base_places(s, step) for s, step in zip(scales, steps, strict=True)]))
+        alike = 1 if not mode.sequential and len(set(steps)) == 1 else len(some)  # rows of base that differ
+        base = xp.asarray(np.stack([s.at_step(step) for s, step in zip(scales[:alike], steps[:alike], strict=True)]))
         parts = [near.split(scale, parsed.section(CHUNK, chunk)) for chunk, scale in zip(some, scales, strict=True)]
         live = np.stack([live for live, _ in parts]).astype(np.uint8)
         store = _Store(form, batch, wanted, depth, target)
@@ -114,14 +115,13 @@ class _Encoding:
         self.encoder = coder.Encoder(batch.first, batch.tokens, batch.columns)
         self.errors: list[Any] = []  # of each block: partial sums of (error in steps)^2
         self.energies: tuple[list[Any], list[Any]] = ([], [])  # of keys, of values: error and energy, partial sums
-        self.stored = b""  # what mode.scale wants kept
 
     def add_layers(self, values: Callable[[int], Any]) -> None:
         """Predict, transform, quantise and code all layers. values(block) -> [tokens, channels]."""
         starts, xp = self.model.starts, device.cupy()
         layers, decoded, waiting = len(starts) // 2, dict[int, Any](), []
         if not self.mode.sequential:
-            self.scale, _ = self.mode.scale(np.zeros(0, np.int64), 0, self.step)
+            self._know_scale(np.zeros(0, np.int64))
         for layer in range(layers):
             first, middle, last = starts[2 * layer : 2 * layer + 3]
             symbols = xp.empty((last - first, self.batch.columns), np.int32)
@@ -132,8 +132,7 @@ class _Encoding:
                 self._add(*waiting.pop())
                 _forget(decoded, self.model.sources, layer)
         if self.mode.sequential:
-            magnitude = np.concatenate([statistics.magnitude.get()[0] for _, _, statistics in waiting])
-            self.scale, self.stored = self.mode.scale(magnitude, self.batch.columns, self.step)
+            self._know_scale(np.concatenate([statistics.magnitude.get()[0] for _, _, statistics in waiting]))
             for one in waiting:
                 self._add(*one)
             self.mode.learn(xp.concatenate([decoded[block] for block in range(2 * layers)], axis=1))
@@ -157,9 +156,12 @@ class _Encoding:
 
     def _add(self, layer: int, symbols: Any, statistics: Any) -> None:
         first, middle, last = self.model.starts[2 * layer : 2 * layer + 3]
-        base = device.cupy().asarray(near.base_places(self.scale[first:last], self.step)[None])
-        offset = self.batch.offset[2 * layer : 2 * layer + 2]
+        base, offset = self.base[:, first:last], self.batch.offset[2 * layer : 2 * layer + 2]
         self.encoder.add(symbols, statistics, base, offset, [0, middle - first, last - first])
+
+    def _know_scale(self, magnitude: NDArray[np.int64]) -> None:
+        self.scale, self.stored = self.mode.scale(magnitude, self.batch.columns, self.step)
+        self.base = device.cupy().asarray(self.scale.at_step(self.step)[None])
 
     def sections(self, some: range) -> list[Section]:
         groups, live = self.encoder.finish()
@@ -225,7 +227,7 @@ class _Turns:
     """layout.Turns on a device."""
 
     def __init__(self, positions: NDArray[np.int64]) -> None:
-        self.positions = positions
+        self.positions = device.cupy().asarray(positions)
         self._made: dict[tuple[Rope, bool], elementwise.Turn] = {}
 
     def to_block(self, heads: Any, rope: Rope | None) -> Any:

@@ -38,9 +38,10 @@ def blocks_of(kv: KVCache, tokens: slice) -> Callable[[int], NDArray[np.float32]
 
 
 def encode_chunks(
-    kv: KVCache, mode: Mode, probs: TokenProbs, gain: NDArray[np.int8], step: int
+    kv: KVCache, mode: Mode, probs: TokenProbs, classes: NDArray[np.uint8], step: int
 ) -> tuple[list[Section], near.Loss]:
-    """The sections of all chunks, and what quantisation lost. gain [blocks, tokens]: gain indices; step: step index."""
+    """The sections of all chunks, and what quantisation lost. classes [layers, tokens]: importance; step: an index."""
+    gain = near.gains(mode.gains, classes)
 
     def pack(chunk: int, side: near.Side, symbols: NDArray[np.int32]) -> list[Section]:
         magnitude = np.abs(symbols).sum(axis=0, dtype=np.int64)
@@ -70,12 +71,13 @@ def decode_chunks(
     form: Form,
     mode: Mode,
     probs: TokenProbs,
-    gain: NDArray[np.int8],
+    classes: NDArray[np.uint8],
     wanted: range,
     depth: range,
     target: Target,
 ) -> None:
     """Decode the tokens `wanted` of the layers `depth` into `target`, and no more than that needs."""
+    gain = near.gains(mode.gains, classes)
     layers = len(form.shape) if mode.sequential else depth.stop  # that must be decoded
 
     def unpack(chunk: int) -> tuple[near.Side, NDArray[np.int32], NDArray[np.intp]]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from seqkv.cuda_kernels import device, elementwise
 from seqkv.cuda_kernels.linear import multiply
 from seqkv.engine import importance, near, prediction, quantiser
+from seqkv.engine.modes import Mode
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.profile import Profile
 
@@ -61,7 +62,7 @@ class Batch:
     """Tokens that are coded together, a column each, and what the decoder knows of them.
 
     bounds: [chunks, 2] first token of each chunk and the one after its last, one chunk after the other.
-    table, predictor, probs, gain: of the whole sequence. steps: step index of each chunk.
+    probs, classes [layers, tokens]: of the whole sequence. steps: step index of each chunk.
 
     ProbsError if a token is outside the table.
     """
@@ -69,23 +70,25 @@ class Batch:
     def __init__(
         self,
         bounds: NDArray[np.int64],
-        table: NDArray[np.float16],
-        predictor: str,
+        mode: Mode,
         probs: TokenProbs,
-        gain: NDArray[np.int8],
+        classes: NDArray[np.uint8],
         steps: Sequence[int],
     ) -> None:
         xp = device.cupy()
         self.start, self.stop = int(bounds[0, 0]), int(bounds[-1, 1])
         self.first = bounds[:, 0] - self.start
         self.tokens = (bounds[:, 1] - bounds[:, 0]).astype(np.int32)
-        rows, index, weights = prediction.token_features(table, probs.part(self.start, self.stop), predictor)
-        self.rows, self.index, self.weights = xp.asarray(rows), xp.asarray(index), xp.asarray(weights)
-        gain = gain[:, self.start : self.stop]
+        part = probs.part(self.start, self.stop)
+        features = prediction.token_features(mode.table, part, mode.predictor)
+        self.rows, self.index, self.weights = (xp.asarray(x) for x in features)
+        gain = near.gains(xp.asarray(mode.gains), xp.asarray(classes[:, self.start : self.stop]))
+        self.offset = quantiser.gain_units(gain)
         step = np.repeat([quantiser.step_size(i) for i in steps], self.tokens).astype(np.float32)
-        by_token = (step / quantiser.gain_value(gain)).astype(np.float32)
-        self.steps, self.fineness = xp.asarray(by_token), xp.asarray((1 / by_token).astype(np.float32))
-        self.offset = xp.asarray(quantiser.gain_units(gain))
+        # powers of two from a table of the CPU's, so that both sides mean the same step to the last bit
+        value = xp.asarray(quantiser.gain_value(np.arange(-128, 128)))
+        self.steps = xp.asarray(step) / value[gain.astype(np.intp) + 128]
+        self.fineness = np.float32(1) / self.steps
 
     @property
     def columns(self) -> int:

@@ -26,7 +26,7 @@ class Calibrated:
     sequential = False
 
     def __init__(self, profile: Profile) -> None:
-        self.profile = profile
+        self.profile, self._scale = profile, near.Scale(profile.scale)
         self.starts, self.gains, self.curve = profile.starts, profile.gains, profile.curve
         self.table, self.predictor, self.fingerprint = profile.table, profile.predictor, profile.fingerprint
 
@@ -41,15 +41,15 @@ class Calibrated:
         """Attention received, [layers, tokens], estimated; `span` tokens at a time."""
         return importance.estimated(self.profile.attention, kv.tokens, lambda part: blocks_of(kv, part), span)
 
-    def scale(self, magnitude: NDArray[np.int64], tokens: int, step: int) -> tuple[NDArray[np.int16], bytes]:
-        """Place of each coefficient on the coder's scale axis at step 1, and what of it is to be stored.
+    def scale(self, magnitude: NDArray[np.int64], tokens: int, step: int) -> tuple[near.Scale, bytes]:
+        """The scale of a chunk's coefficients, and what of it is to be stored.
 
-        magnitude [coefs]: sum of the magnitudes of a chunk's symbols.
+        magnitude [coefs]: sum of the magnitudes of its symbols.
         """
-        return self.profile.scale, b""
+        return self._scale, b""
 
-    def stored_scale(self, parsed: Container, chunk: int, step: int) -> NDArray[np.int16]:
-        return self.profile.scale
+    def stored_scale(self, parsed: Container, chunk: int, step: int) -> near.Scale:
+        return self._scale
 
     def sections(self) -> list[Section]:
         return []
@@ -83,13 +83,13 @@ class Free:
     def attention(self, kv: KVCache, blocks_of: BlocksOf, span: int) -> NDArray[np.float32]:
         return np.ones((kv.layers, kv.tokens), np.float32)
 
-    def scale(self, magnitude: NDArray[np.int64], tokens: int, step: int) -> tuple[NDArray[np.int16], bytes]:
+    def scale(self, magnitude: NDArray[np.int64], tokens: int, step: int) -> tuple[near.Scale, bytes]:
         classes = free.scales(magnitude, tokens)
-        return free.places(classes, step), container.pack(classes)
+        return near.Scale(free.places(classes, step)), container.pack(classes)
 
-    def stored_scale(self, parsed: Container, chunk: int, step: int) -> NDArray[np.int16]:
+    def stored_scale(self, parsed: Container, chunk: int, step: int) -> near.Scale:
         stored = container.unpack(parsed.section(SCALES, chunk), np.int8, shape=(int(self.starts[-1]),))
-        return free.places(stored, step)
+        return near.Scale(free.places(stored, step))
 
     def sections(self) -> list[Section]:
         return [Section(CHANNELS, 0, container.pack(self.channels))]

@@ -6,6 +6,7 @@ predicted from blocks already decoded, the encoder using what the decoder will h
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from seqkv.engine import importance, quantiser
+from seqkv.engine.arrays import module_of
 from seqkv.engine.errors import CacheError, StreamError
 from seqkv.entropy_coding import CorruptGroup, decode_group, encode_group
 
@@ -97,9 +99,10 @@ class Loss:
 
 
 def gains(table: NDArray[np.int8], classes: NDArray[np.uint8]) -> NDArray[np.int8]:
-    """Gain indices [blocks, tokens] of importance classes [layers, tokens]; table [2, layers, classes]."""
-    by_side = np.take_along_axis(table, classes[None].astype(np.intp), axis=2)
-    return np.ascontiguousarray(by_side.transpose(1, 0, 2)).reshape(-1, classes.shape[1])
+    """Gain indices [blocks, tokens] of classes [layers, tokens]; table [2, layers, classes]. All NumPy, or all CuPy."""
+    xp = module_of(classes)
+    by_side = xp.take_along_axis(table, classes[None].astype(np.intp), axis=2)
+    return xp.ascontiguousarray(by_side.transpose(1, 0, 2)).reshape(-1, classes.shape[1])
 
 
 def from_tokens(model: Model, side: Side) -> NDArray[np.float32]:
@@ -190,20 +193,33 @@ def decode_chunk(
     return decoded
 
 
-def encode_symbols(
-    scale: NDArray[np.int16], starts: NDArray[np.int32], side: Side, symbols: NDArray[np.int32]
-) -> bytes:
-    """A chunk's symbols [tokens, coefs] as bytes.
+@dataclass(frozen=True)
+class Scale:
+    """How large residuals are expected to be: place of each coefficient on the coder's scale axis at step 1 and gain 1,
+    [coefs] int16."""
 
-    scale [coefs]: place of each coefficient on the coder's scale axis at step 1 and gain 1; starts [blocks + 1].
-    """
+    places: NDArray[np.int16]
+
+    @functools.cached_property
+    def order(self) -> NDArray[np.intp]:
+        """The coefficients, those of the largest residuals first."""
+        return np.argsort(-self.places.astype(np.int32), kind="stable")
+
+    def at_step(self, step: int) -> NDArray[np.int16]:
+        """Where the coder's contexts start at a step."""
+        places = self.places.astype(np.int32) + quantiser.step_units(step)
+        return np.clip(places, -(2**15), 2**15 - 1).astype(np.int16)
+
+
+def encode_symbols(scale: Scale, starts: NDArray[np.int32], side: Side, symbols: NDArray[np.int32]) -> bytes:
+    """A chunk's symbols [tokens, coefs] as bytes. starts: [blocks + 1]."""
     live = np.asarray(symbols.any(axis=0))
     index = np.flatnonzero(live)
     return join(scale, live, encode_group(symbols[:, index], *_contexts(scale, starts, side, index)))
 
 
 def decode_symbols(
-    scale: NDArray[np.int16], starts: NDArray[np.int32], side: Side, data: memoryview, layers: int
+    scale: Scale, starts: NDArray[np.int32], side: Side, data: memoryview, layers: int
 ) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
     """Symbols of the live coefficients of the first `layers` layers, and which these are. StreamError on damage."""
     live, group = split(scale, data)
@@ -215,16 +231,16 @@ def decode_symbols(
     return symbols, index[: symbols.shape[1]]
 
 
-def join(scale: NDArray[np.int16], live: NDArray[np.bool_], group: bytes) -> bytes:
+def join(scale: Scale, live: NDArray[np.bool_], group: bytes | memoryview) -> bytes:
     """A chunk's bytes: u32 length of the map of live coefficients, the map, the coded group of these."""
     # in the order of expected variance the map is one run of ones, a mixed part, and one of zeros
-    bitmap = zstandard.ZstdCompressor(level=19).compress(np.packbits(live[_by_variance(scale)]).tobytes())
-    return _LENGTH.pack(len(bitmap)) + bitmap + group
+    bitmap = zstandard.ZstdCompressor(level=19).compress(np.packbits(live[scale.order]).tobytes())
+    return b"".join((_LENGTH.pack(len(bitmap)), bitmap, group))
 
 
-def split(scale: NDArray[np.int16], data: memoryview) -> tuple[NDArray[np.bool_], memoryview]:
+def split(scale: Scale, data: memoryview) -> tuple[NDArray[np.bool_], memoryview]:
     """The live coefficients [coefs] and the group that `join` put together. StreamError on damage."""
-    total = len(scale)
+    total = len(scale.places)
     bitmap_bytes = (total + 7) // 8
     if len(data) < _LENGTH.size:
         raise StreamError("truncated chunk")
@@ -237,26 +253,16 @@ def split(scale: NDArray[np.int16], data: memoryview) -> tuple[NDArray[np.bool_]
     except zstandard.ZstdError as error:
         raise StreamError(f"altered chunk: {error}") from error
     live = np.zeros(total, bool)
-    live[_by_variance(scale)] = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=total).astype(bool)
+    live[scale.order] = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=total).astype(bool)
     return live, group
 
 
-def _by_variance(scale: NDArray[np.int16]) -> NDArray[np.intp]:
-    return np.argsort(-scale.astype(np.int32), kind="stable")
-
-
-def base_places(scale: NDArray[np.int16], step: int) -> NDArray[np.int16]:
-    """Where the coder's contexts of coefficients start at a step, from their places at step 1."""
-    places = scale.astype(np.int32) + quantiser.step_units(step)
-    return np.clip(places, -(2**15), 2**15 - 1).astype(np.int16)
-
-
 def _contexts(
-    scale: NDArray[np.int16], starts: NDArray[np.int32], side: Side, live: NDArray[np.intp]
+    scale: Scale, starts: NDArray[np.int32], side: Side, live: NDArray[np.intp]
 ) -> tuple[NDArray[np.int16], NDArray[np.int16], NDArray[np.int32]]:
     """Where the coder's contexts start: base [live], offset [tokens, blocks], segment starts [blocks + 1]."""
     offset = np.ascontiguousarray(quantiser.gain_units(side.gain).T)
-    return base_places(scale[live], side.step), offset, np.searchsorted(live, starts).astype(np.int32)
+    return scale.at_step(side.step)[live], offset, np.searchsorted(live, starts).astype(np.int32)
 
 
 _MIDDLE = importance.LEVELS // 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -94,7 +94,7 @@ def _cpu_bytes() -> list[bytes]:
     ]
 
 
-def _device_bytes() -> tuple[list[bytes], NDArray[np.uint8]]:
+def _device_bytes() -> tuple[list[memoryview], NDArray[np.uint8]]:
     groups, xp = _groups(), device.cupy()
     encoder = coder.Encoder(groups.first, groups.tokens, groups.symbols.shape[1])
     for coefs, segments, starts in groups.parts():
@@ -105,7 +105,7 @@ def _device_bytes() -> tuple[list[bytes], NDArray[np.uint8]]:
     return encoder.finish()
 
 
-def _decoded(streams: list[bytes]) -> NDArray[np.int32]:
+def _decoded(streams: Sequence[bytes | memoryview]) -> NDArray[np.int32]:
     """Symbols [coefs, columns], decoded on the device. CorruptGroup."""
     groups, xp = _groups(), device.cupy()
     decoder = coder.Decoder(streams, groups.live(), groups.first, groups.tokens, groups.symbols.shape[1])
@@ -136,7 +136,7 @@ def _device_encodes() -> str:
     return "; ".join(wrong)
 
 
-def _common(a: bytes, b: bytes) -> int:
+def _common(a: bytes | memoryview, b: bytes | memoryview) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

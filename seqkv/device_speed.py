@@ -18,6 +18,7 @@ from seqkv.engine.container import Container
 from seqkv.engine.device import SPAN
 from seqkv.engine.form import CHUNK, chunk_bounds, chunks
 from seqkv.engine.matrices import Batch, forward_matrices, matrices
+from seqkv.engine.modes import Calibrated
 
 HALF = 2  # bytes of a value of the cache in float16
 
@@ -109,7 +110,8 @@ class Subject:
         """Whether each coefficient of each chunk of a stream is live, [chunks, coefs]."""
         parsed = Container.parse(stream)
         sections = (parsed.section(CHUNK, chunk) for chunk in range(chunks(self.sizes.tokens)))
-        return np.array([near.split(self.profile.scale, section)[0] for section in sections])
+        scale = near.Scale(self.profile.scale)
+        return np.array([near.split(scale, section)[0] for section in sections])
 
 
 def first_use() -> float:
@@ -214,16 +216,15 @@ def kernels(subject: Subject, clock: Clock) -> list[Kernel]:
 
 
 def _batch(subject: Subject, tokens: int) -> Batch:
-    bounds, profile = _bounds(tokens), subject.profile
-    gain = near.gains(profile.gains, importance.classes(subject.attention))
-    return Batch(bounds, profile.table, profile.predictor, subject.probs, gain, [synthetic.STEP_INDEX] * len(bounds))
+    bounds, classes = _bounds(tokens), importance.classes(subject.attention)
+    return Batch(bounds, Calibrated(subject.profile), subject.probs, classes, [synthetic.STEP_INDEX] * len(bounds))
 
 
 def _coder(subject: Subject, clock: Clock, batch: Batch, layer: int, symbols: Any) -> list[Kernel]:
     """The coder on the symbols of a layer, [coefs, columns]."""
     first, middle, last = (int(start) for start in subject.profile.starts[2 * layer : 2 * layer + 3])
     starts, offset = [0, middle - first, last - first], batch.offset[2 * layer : 2 * layer + 2]
-    base = device.cupy().asarray(near.base_places(subject.profile.scale[first:last], synthetic.STEP_INDEX)[None])
+    base = device.cupy().asarray(near.Scale(subject.profile.scale[first:last]).at_step(synthetic.STEP_INDEX)[None])
     places = (batch.first, batch.tokens)
     statistics = coder.statistics(symbols, *places)
 

@@ -18,6 +18,7 @@ from seqkv.cuda_kernels import device, elementwise
 from seqkv.cuda_kernels.linear import multiply
 from seqkv.engine import KVCache, Profile, Rope, TokenProbs, importance, prediction, quantiser
 from seqkv.engine.matrices import Batch, matrices
+from seqkv.engine.modes import Calibrated
 from seqkv.entropy_coding.contexts import LOWEST_OCTAVE, UNITS
 
 STEP_INDEX = 119
@@ -150,8 +151,8 @@ def cache(sizes: Sizes, of: Profile, probs: TokenProbs, span: int) -> KVCache:
         stop = min(start + span, sizes.tokens)
         positions = np.arange(start, stop)
         turn = elementwise.Turn.of(*rope.tables(positions), *rope.pairs())
-        no_gain = np.zeros((len(of.widths), sizes.tokens), np.int8)
-        batch = Batch(np.array([[start, stop]]), of.table, of.predictor, probs, no_gain, [0])
+        alike = np.zeros((sizes.layers, sizes.tokens), np.uint8)
+        batch = Batch(np.array([[start, stop]]), Calibrated(of), probs, alike, [0])
         decoded: dict[int, Any] = {}
         for block in range(len(of.widths)):
             layer, is_value = divmod(block, 2)

@@ -104,7 +104,9 @@ def symbols_of(stream: bytes, profile: Profile, s: Any) -> Any:
     for chunk in range(2):
         start, stop = 256 * chunk, min(256 * chunk + 256, s.kv.tokens)
         side = host._side(Calibrated(profile), s.probs, gain, quantiser.step_index(STEP), start, stop)
-        part, live = near.decode_symbols(profile.scale, profile.starts, side, parsed.section(CHUNK, chunk), 3)
+        part, live = near.decode_symbols(
+            near.Scale(profile.scale), profile.starts, side, parsed.section(CHUNK, chunk), 3
+        )
         out[start:stop, live] = part
     return out
 

@@ -96,7 +96,7 @@ def test_other_bytes_are_found(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
     def changed(self: Any) -> Any:
         groups, live = finish(self)
-        return [groups[0][:-1] + bytes([groups[0][-1] ^ 1]), *groups[1:]], live
+        return [bytes(groups[0][:-1]) + bytes([groups[0][-1] ^ 1]), *groups[1:]], live
 
     monkeypatch.setattr(coder.Encoder, "finish", changed)
     assert "256 tokens" in wrong("coder: the device writes the CPU's bytes")

@@ -34,11 +34,11 @@ def chunks(draw: Any) -> tuple[NDArray[np.int32], near.Side]:
 
 
 def pack(profile: Profile, known: near.Side, symbols: NDArray[np.int32]) -> bytes:
-    return near.encode_symbols(profile.scale, profile.starts, known, symbols)
+    return near.encode_symbols(near.Scale(profile.scale), profile.starts, known, symbols)
 
 
 def unpack(profile: Profile, known: near.Side, data: bytes, layers: int) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
-    return near.decode_symbols(profile.scale, profile.starts, known, memoryview(data), layers)
+    return near.decode_symbols(near.Scale(profile.scale), profile.starts, known, memoryview(data), layers)
 
 
 def dense(symbols: NDArray[np.int32], live: NDArray[np.intp], coefs: int) -> NDArray[np.int32]:
