@@ -44,7 +44,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @needs_checkout
 def test_every_module_and_data_file_is_in_the_wheel_once(wheel: list[str]) -> None:
     assert max(Counter(wheel).values()) == 1
-    expected = {name for suffix in (".py", ".npy", ".npz", ".txt", "py.typed") for name in sources(suffix)}
+    expected = {name for suffix in (".py", ".npy", ".npz", ".txt", ".cu", "py.typed") for name in sources(suffix)}
     files = {name for name in wheel if ".dist-info/" not in name}
     assert {"seqkv/__init__.py", "seqkv/engine/cache.py", "seqkv/py.typed"} <= expected
     assert files == expected
