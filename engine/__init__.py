@@ -13,10 +13,11 @@ if __name__ == "engine":
 from seqkv.cuda_kernels.errors import DeviceError
 from seqkv.engine.cache import KVCache, Rope
 from seqkv.engine.calibration import calibrate
-from seqkv.engine.codec import decode, decode_into, encode, inspect
+from seqkv.engine.codec import decode, decode_into, encode, inspect, token_ids
 from seqkv.engine.errors import CacheError, CalibrationError, ProbsError, ProfileError, SeqkvError, StreamError
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.profile import Profile
+from seqkv.engine.reference import Reference, stream_key
 
 __all__ = [
     "CacheError",
@@ -26,6 +27,7 @@ __all__ = [
     "ProbsError",
     "Profile",
     "ProfileError",
+    "Reference",
     "Rope",
     "SeqkvError",
     "StreamError",
@@ -35,4 +37,6 @@ __all__ = [
     "decode_into",
     "encode",
     "inspect",
+    "stream_key",
+    "token_ids",
 ]

@@ -6,16 +6,22 @@ import importlib
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from seqkv.cuda_kernels.errors import DeviceError
 from seqkv.engine import container, importance, near, quantiser, rate_control
 from seqkv.engine.arrays import current
 from seqkv.engine.cache import ITEM_BYTES, KVCache
 from seqkv.engine.container import Buffer, Container, Section
 from seqkv.engine.errors import CacheError, ProbsError, StreamError
-from seqkv.engine.form import CLASSES, NAMES, TOKENS, TOPK_IDS, TOPK_PROBS, Form, chunks, describe
+from seqkv.engine.form import NAMES, TOPK_IDS, TOPK_PROBS, Form, chunks, describe
+from seqkv.engine.host import needed
+from seqkv.engine.known import Known
 from seqkv.engine.modes import Calibrated, Free, Mode, stored_mode
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.profile import Profile
+from seqkv.engine.reference import Aligned, Reference
+from seqkv.engine.sharing import Shared
 from seqkv.engine.target import Target
 
 Backend = Literal["cpu", "cuda"]
@@ -29,6 +35,7 @@ def encode(
     kl: float = 0.01,
     step: float | None = None,
     importance: Any = None,
+    reference: Any = None,
     backend: Backend | None = None,
 ) -> bytes:
     """Compress a cache (arXiv 2604.15356, layer 2; near tier).
@@ -40,6 +47,9 @@ def encode(
     step: quantiser step, instead of kl.
     importance: attention received, [layers, tokens], float, in any unit (the adapters observe it); estimated from the
         cache if not given.
+    reference: another session's stream of the same profile, or an engine.Reference. What both begin with is copied;
+        where it holds the same tokens later, at whatever place, only what differs is coded, and the stream needs it to
+        be decoded. Coded on the CPU.
     backend: "cuda" codes on the current CUDA device and stream, "cpu" on the CPU; where the cache is if not given.
         A cache on a device is not copied to the host, but for `backend="cpu"`.
 
@@ -47,6 +57,10 @@ def encode(
     are bad or do not fit together, ValueError for kl or step out of range, DeviceError if there is no device.
     """
     rate_control.check(kl, step)
+    if reference is not None:
+        if profile is None or profile.predictor == "expectation":
+            raise ValueError("a reference needs a profile, of another predictor than the expectation")
+        reference, backend = Reference.of(reference, profile), "cpu"
     if probs.tokens != kv.tokens:
         raise ProbsError(f"the cache holds {kv.tokens} tokens, the probabilities are of {probs.tokens}")
     if profile is not None:
@@ -56,9 +70,17 @@ def encode(
     with current(kv.keys[0]):
         mode: Mode = Free.measure(kv, tier.blocks_of) if profile is None else Calibrated(profile)
         index = quantiser.step_index(step) if step is not None else rate_control.step_for(mode.curve, kl)
-        sections, loss = _near(kv, probs, mode, index, importance, tier)
+        classes = _classes(kv, mode, importance, tier)
+        about = {"profile": mode.fingerprint, "steps": [index] * chunks(kv.tokens)}
+        if isinstance(mode, Calibrated) and reference is not None:
+            sections, loss, aligned, about["steps"] = Shared.encode(kv, mode, probs, classes, index, reference)
+            if aligned is not None:
+                about |= {"reference": reference.key, "depth": reference.depth + 1}
+                sections.append(aligned.section())
+        else:
+            sections, loss = _near(kv, probs, mode, index, classes, tier)
     header, positions = describe(kv)
-    header |= {"profile": mode.fingerprint, "steps": [index] * chunks(kv.tokens), "loss": _shown(loss)}
+    header |= about | {"loss": _shown(loss)}
     requested = None if step is not None else float(kl)
     header["kl"] = {"requested": requested, "expected": _short(rate_control.kl_at(mode.curve, index))}
     return container.write(header, sections + positions)
@@ -68,6 +90,7 @@ def decode(
     stream: Buffer,
     *,
     profile: Profile | None = None,
+    reference: Any = None,
     tokens: slice | None = None,
     layers: slice | None = None,
     backend: Backend = "cpu",
@@ -75,6 +98,8 @@ def decode(
     """The cache that a stream holds, or a part of it.
 
     profile: the one it was encoded with, if there was one.
+    reference: what it was coded against, if it was (`inspect` tells): a stream, an engine.Reference, or a function that
+        returns the stream of a key.
     tokens, layers: only these, as slices without a step; chunks and layers that they do not need are not decoded.
     backend: "cuda" decodes on the current CUDA device and stream, into its memory.
 
@@ -84,14 +109,13 @@ def decode(
     parsed = Container.parse(stream)
     form = Form(parsed)
     wanted, depth = _range(tokens, form.tokens, "tokens"), _range(layers, len(form.shape), "layers")
-    tier = _tier(backend)
+    tier = _tier(backend if form.reference is None else "cpu")
     target = Target.new(form.shape[depth.start : depth.stop], len(wanted), tier.empty(form))
-    _decode(parsed, form, profile, wanted, depth, target, tier)
+    _decode(parsed, form, profile, reference, wanted, depth, target, tier)
     positions, ropes = form.positions[wanted.start : wanted.stop], form.rope[depth.start : depth.stop]
+    keys, values = ([array[0] for array in side] for side in (target.keys, target.values))
     try:
-        return KVCache.of_parts(
-            [a[0] for a in target.keys], [a[0] for a in target.values], form.dtype, positions, ropes
-        )
+        return KVCache.of_parts(keys, values, form.dtype, positions, ropes).to(backend)
     except CacheError as error:  # numbers that no cache led to
         raise StreamError(f"altered: {error}") from error
 
@@ -103,6 +127,7 @@ def decode_into(
     *,
     slots: Any = None,
     profile: Profile | None = None,
+    reference: Any = None,
     tokens: slice | None = None,
     layers: slice | None = None,
 ) -> None:
@@ -114,15 +139,18 @@ def decode_into(
     slots: [tokens] different integers: token i goes to place slots[i] % block of block slots[i] // block. Nothing is
         written anywhere else.
 
-    Raises what `decode` raises, and CacheError if arrays or slots do not fit. If the stream turns out to be damaged,
+    Raises what `decode` raises, CacheError if arrays or slots do not fit, and DeviceError for arrays on a device if the
+    stream was coded against a reference: decode that, and copy. If the stream turns out to be damaged,
     part of the tokens may have been written.
     """
     parsed = Container.parse(stream)
     form = Form(parsed)
     wanted, depth = _range(tokens, form.tokens, "tokens"), _range(layers, len(form.shape), "layers")
     target, backend = Target.owned(keys, values, slots, form.shape[depth.start : depth.stop], len(wanted))
+    if form.reference is not None and backend == "cuda":
+        raise DeviceError("streams that were coded against a reference are decoded on the CPU: use decode, and copy")
     with current(target.keys[0]):
-        _decode(parsed, form, profile, wanted, depth, target, _tier(backend))
+        _decode(parsed, form, profile, reference, wanted, depth, target, _tier(backend))
 
 
 def inspect(stream: Buffer) -> dict[str, Any]:
@@ -152,7 +180,19 @@ def inspect(stream: Buffer) -> dict[str, Any]:
         "kl": parsed.header.get("kl"),
         "loss": parsed.header.get("loss"),
         "profile": form.profile,
+        "reference": form.reference,
     }
+
+
+def token_ids(stream: Buffer, *, reference: Any = None, profile: Profile | None = None) -> NDArray[np.int64]:
+    """The token ids of a stream, [tokens]; nothing else is decoded.
+
+    reference, profile: needed if it was coded against a reference. StreamError as `decode`.
+    """
+    parsed = Container.parse(stream)
+    form = Form(parsed)
+    aligned = Aligned.read(parsed, form, profile, reference)
+    return Known.read(parsed, form, range(chunks(form.tokens)), aligned).ids
 
 
 def _tier(backend: str) -> Any:
@@ -162,32 +202,45 @@ def _tier(backend: str) -> Any:
     return importlib.import_module("seqkv.engine.host" if backend == "cpu" else "seqkv.engine.device")
 
 
+def _classes(kv: KVCache, mode: Mode, received: Any, tier: Any) -> NDArray[np.uint8]:
+    """Importance classes [layers, tokens], from attention received if that was given."""
+    if received is None:
+        return importance.classes(mode.attention(kv, tier.blocks_of, tier.SPAN))
+    return importance.classes(importance.checked(received, kv.layers, kv.tokens))
+
+
 def _near(
-    kv: KVCache, probs: TokenProbs, mode: Mode, index: int, received: Any, tier: Any
+    kv: KVCache, probs: TokenProbs, mode: Mode, index: int, classes: NDArray[np.uint8], tier: Any
 ) -> tuple[list[Section], near.Loss]:
     """Sections of the near tier, but for positions, and what quantisation lost."""
-    if received is None:
-        attention = mode.attention(kv, tier.blocks_of, tier.SPAN)
-    else:
-        attention = importance.checked(received, kv.layers, kv.tokens)
-    classes = importance.classes(attention)
-    sections = [Section(TOKENS, 0, container.pack(probs.token_ids.astype(np.uint32)))]
+    sections: list[Section] = mode.sections()
     if mode.predictor == "expectation":
         probs = _rounded(probs)
         sections.append(Section(TOPK_IDS, 0, container.pack(probs.topk_ids)))
         sections.append(Section(TOPK_PROBS, 0, container.pack(probs.topk_probs.astype(np.float16))))
-    sections += [*mode.sections(), Section(CLASSES, 0, near.pack_classes(classes))]
+    known = Known(probs.token_ids, classes)
+    for chunk in range(chunks(kv.tokens)):
+        sections += known.sections(chunk)
     coded, loss = tier.encode_chunks(kv, mode, probs, classes, index)
     return sections + coded, loss
 
 
 def _decode(
-    parsed: Container, form: Form, profile: Profile | None, wanted: range, depth: range, target: Target, tier: Any
+    parsed: Container,
+    form: Form,
+    profile: Profile | None,
+    reference: Any,
+    wanted: range,
+    depth: range,
+    target: Target,
+    tier: Any,
 ) -> None:
     mode = stored_mode(parsed, form, profile)
-    probs = _stored_probs(parsed, form, mode.predictor)
-    classes = near.unpack_classes(parsed.section(CLASSES), len(form.shape), form.tokens)
-    tier.decode_chunks(parsed, form, mode, probs, classes, wanted, depth, target)
+    aligned = Aligned.read(parsed, form, profile, reference)
+    known = Known.read(parsed, form, needed(mode, wanted), aligned)
+    probs = _stored_probs(parsed, form, mode.predictor, known.ids)
+    more = {} if aligned is None else {"aligned": aligned}
+    tier.decode_chunks(parsed, form, mode, probs, known.classes, wanted, depth, target, **more)
 
 
 def _shown(loss: near.Loss) -> dict[str, float | None]:
@@ -206,8 +259,7 @@ def _rounded(probs: TokenProbs) -> TokenProbs:
     return TokenProbs(probs.token_ids, probs.topk_ids, np.minimum(rounded, 1.0), probs.surprisal)
 
 
-def _stored_probs(parsed: Container, form: Form, predictor: str) -> TokenProbs:
-    ids = container.unpack(parsed.section(TOKENS), np.uint32, shape=(form.tokens,))
+def _stored_probs(parsed: Container, form: Form, predictor: str, ids: NDArray[np.int64]) -> TokenProbs:
     try:
         if predictor != "expectation":
             return TokenProbs.from_tokens(ids)

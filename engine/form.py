@@ -11,7 +11,7 @@ from seqkv.engine.cache import KVCache, Rope
 from seqkv.engine.container import Container, Section
 from seqkv.engine.errors import SeqkvError, StreamError
 
-TOKENS, TOPK_IDS, TOPK_PROBS, POSITIONS, CLASSES, CHUNK, CHANNELS, SCALES = range(1, 9)  # kinds of sections
+TOKENS, TOPK_IDS, TOPK_PROBS, POSITIONS, CLASSES, CHUNK, CHANNELS, SCALES, RUNS, DELTA, MEANS = range(1, 12)  # kinds
 NAMES = {
     TOKENS: "token ids",
     TOPK_IDS: "top-k ids",
@@ -21,8 +21,12 @@ NAMES = {
     CHUNK: "coefficients",
     CHANNELS: "channel statistics",
     SCALES: "scales",
+    RUNS: "runs",
+    DELTA: "deltas",
+    MEANS: "mean deltas",
 }
 _MOST_TOKENS = 1 << 31
+MAX_DEPTH = 3  # how long chains of references get
 
 
 class Form:
@@ -38,6 +42,8 @@ class Form:
             self.tokens = _count(header["tokens"], _MOST_TOKENS)
             self.shape = tuple((_count(h), _count(k), _count(v)) for h, k, v in header["shape"])
             self.profile: str | None = header["profile"]
+            self.reference: str | None = header.get("reference")
+            self.depth = 0 if self.reference is None else _count(header["depth"], MAX_DEPTH)
             self.steps = [int(i) for i in header["steps"]]
             ropes = [None if r is None else Rope.from_dict(r) for r in header["ropes"]]
             self.rope = [ropes[i] for i in header["rope"]] if len(ropes) > 1 else ropes * len(self.shape)

@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from seqkv.engine import near, prediction
+from seqkv.engine import delta, near, prediction
 from seqkv.engine.arrays import round_to_bfloat16
 from seqkv.engine.cache import KVCache
 from seqkv.engine.container import Container, Section
 from seqkv.engine.errors import ProbsError, StreamError
-from seqkv.engine.form import CHUNK, SCALES, Form, chunk_bounds, chunks
+from seqkv.engine.form import CHUNK, DELTA, MEANS, SCALES, Form, chunk_bounds, chunks
 from seqkv.engine.layout import Turns
 from seqkv.engine.modes import Mode
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.target import Target
+
+if TYPE_CHECKING:
+    from seqkv.engine.reference import Aligned
 
 SPAN = near.CHUNK  # tokens looked at together
 WORKERS = min(4, os.cpu_count() or 1)  # chunks whose symbols are coded at the same time
@@ -56,7 +61,7 @@ def encode_chunks(
             coded = []
             for chunk in some:
                 start, stop = chunk_bounds(chunk, kv.tokens)
-                side = _side(mode, probs, gain, step, start, stop)
+                side = side_of(mode, probs, gain, step, start, stop)
                 symbols, decoded, lost = near.encode_chunk(mode.model(), side, blocks_of(kv, slice(start, stop)))
                 mode.learn(decoded)
                 loss += lost
@@ -64,6 +69,79 @@ def encode_chunks(
             for packed in pool.map(pack, *zip(*coded, strict=True)):
                 sections += packed
     return sections, loss
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A chunk's symbols: of its own tokens, and if some are aligned with a reference, of those, and of the means. Each
+    with the coefficients that they are of."""
+
+    chunk: int
+    side: near.Side
+    own: Symbols
+    delta: Symbols | None
+    means: Symbols | None
+
+
+Symbols = tuple[NDArray[np.int32], NDArray[np.intp]]
+
+
+@dataclass(frozen=True)
+class Coding:
+    """What the chunks of a stream are decoded with."""
+
+    parsed: Container
+    form: Form
+    mode: Mode
+    probs: TokenProbs
+    gain: NDArray[np.int8]
+    aligned: Aligned | None
+
+    def unpack(self, chunk: int, layers: int) -> Unpacked:
+        """The symbols of a chunk's first layers. StreamError on damage."""
+        form, mode, starts = self.form, self.mode, self.mode.starts
+        try:
+            side = side_of(mode, self.probs, self.gain, form.steps[chunk], *chunk_bounds(chunk, form.tokens))
+        except ProbsError as error:
+            raise StreamError(f"altered: {error}") from error
+        scale = mode.stored_scale(self.parsed, chunk, side.step)
+        if not self.is_delta(chunk):
+            own = near.decode_symbols(scale, starts, side, self.parsed.section(CHUNK, chunk), layers)
+            return Unpacked(chunk, side, own, None, None)
+        held = self._held(chunk)
+        own_side, delta_side, mean_side = delta.part(side, ~held), delta.part(side, held), delta.mean_side(side)
+        own = near.decode_symbols(scale, starts, own_side, self.parsed.section(CHUNK, chunk), layers)
+        there, shift = self.parsed.section(DELTA, chunk), delta.SHIFT
+        deltas = near.decode_symbols(scale, starts, delta_side, there, layers, shift)
+        there, shift = self.parsed.section(MEANS, chunk), delta.MEAN_SHIFT
+        means = near.decode_symbols(scale, starts, mean_side, there, layers, shift)
+        return Unpacked(chunk, side, own, deltas, means)
+
+    def decode(self, unpacked: Unpacked, layers: int) -> NDArray[np.float32]:
+        """Decoded blocks of the first layers, side by side: [tokens, coefs]."""
+        model = self.mode.model()
+        if unpacked.delta is None or unpacked.means is None:
+            return near.decode_chunk(model, unpacked.side, *unpacked.own, layers)
+        assert self.aligned is not None
+        held, index = self._held(unpacked.chunk), self.aligned.index[slice(*self._bounds(unpacked.chunk))]
+        width = int(self.mode.starts[2 * layers])
+        symbols, means = np.zeros((len(held), width), np.int32), np.zeros((1, width), np.int32)
+        for rows, (some, live) in ((~held, unpacked.own), (held, unpacked.delta)):
+            symbols[np.ix_(rows, live)] = some
+        means[:, unpacked.means[1]] = unpacked.means[0]
+        reference = self.aligned.reference.rows(index[held])
+        return delta.decode_chunk(model, unpacked.side, symbols, means, held, reference, layers)
+
+    def is_delta(self, chunk: int) -> bool:
+        return self.aligned is not None and self.aligned.any(slice(*self._bounds(chunk)))
+
+    def _held(self, chunk: int) -> NDArray[np.bool_]:
+        """Which tokens of a chunk are aligned."""
+        assert self.aligned is not None
+        return self.aligned.held(slice(*self._bounds(chunk)))
+
+    def _bounds(self, chunk: int) -> tuple[int, int]:
+        return chunk_bounds(chunk, self.form.tokens)
 
 
 def decode_chunks(
@@ -75,18 +153,11 @@ def decode_chunks(
     wanted: range,
     depth: range,
     target: Target,
+    aligned: Aligned | None = None,
 ) -> None:
     """Decode the tokens `wanted` of the layers `depth` into `target`, and no more than that needs."""
-    gain = near.gains(mode.gains, classes)
     layers = len(form.shape) if mode.sequential else depth.stop  # that must be decoded
-
-    def unpack(chunk: int) -> tuple[near.Side, NDArray[np.int32], NDArray[np.intp]]:
-        try:
-            side = _side(mode, probs, gain, form.steps[chunk], *chunk_bounds(chunk, form.tokens))
-        except ProbsError as error:
-            raise StreamError(f"altered: {error}") from error
-        scale = mode.stored_scale(parsed, chunk, side.step)
-        return side, *near.decode_symbols(scale, mode.starts, side, parsed.section(CHUNK, chunk), layers)
+    coding = Coding(parsed, form, mode, probs, near.gains(mode.gains, classes), aligned)
 
     def store(chunk: int, decoded: NDArray[np.float32]) -> None:
         start, stop = chunk_bounds(chunk, form.tokens)
@@ -110,8 +181,8 @@ def decode_chunks(
     with ThreadPoolExecutor(WORKERS) as pool:
         for some in _batches(needed(mode, wanted)):
             blocks = []
-            for side, symbols, live in pool.map(unpack, some):
-                blocks.append(near.decode_chunk(mode.model(), side, symbols, live, layers))
+            for unpacked in pool.map(lambda chunk: coding.unpack(chunk, layers), some):
+                blocks.append(coding.decode(unpacked, layers))
                 mode.learn(blocks[-1])
             list(pool.map(store, some, blocks))
 
@@ -131,6 +202,7 @@ def _batches(some: range) -> Iterator[range]:
     return (some[i : i + WORKERS] for i in range(0, len(some), WORKERS))
 
 
-def _side(mode: Mode, probs: TokenProbs, gain: NDArray[np.int8], step: int, start: int, stop: int) -> near.Side:
+def side_of(mode: Mode, probs: TokenProbs, gain: NDArray[np.int8], step: int, start: int, stop: int) -> near.Side:
+    """What the tokens from start to stop are predicted and quantised with. ProbsError as prediction.token_rows."""
     rows, index = prediction.token_rows(mode.table, probs.part(start, stop), mode.predictor)
     return near.Side(rows, index, np.ascontiguousarray(gain[:, start:stop]), step, first=start == 0)

@@ -26,7 +26,7 @@ class Calibrated:
     sequential = False
 
     def __init__(self, profile: Profile) -> None:
-        self.profile, self._scale = profile, near.Scale(profile.scale)
+        self.profile, self.places = profile, near.Scale(profile.scale)
         self.starts, self.gains, self.curve = profile.starts, profile.gains, profile.curve
         self.table, self.predictor, self.fingerprint = profile.table, profile.predictor, profile.fingerprint
 
@@ -46,10 +46,10 @@ class Calibrated:
 
         magnitude [coefs]: sum of the magnitudes of its symbols.
         """
-        return self._scale, b""
+        return self.places, b""
 
     def stored_scale(self, parsed: Container, chunk: int, step: int) -> near.Scale:
-        return self._scale
+        return self.places
 
     def sections(self) -> list[Section]:
         return []

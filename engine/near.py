@@ -153,8 +153,8 @@ def encode_chunk(
         live = np.flatnonzero(coefs.any(axis=0))
         out += quantiser.dequantise(coefs[:, live], steps) @ model.maps[block][1][live]
         decoded[:, start:end] = out
-        loss.error[block % 2] += _energy(true - out)
-        loss.energy[block % 2] += _energy(true - true.mean(axis=0))
+        loss.error[block % 2] += energy(true - out)
+        loss.energy[block % 2] += energy(true - true.mean(axis=0))
     loss.fisher *= quantiser.step_size(side.step) ** 2
     return symbols, decoded, loss
 
@@ -168,7 +168,8 @@ def too_far(block: int, step: int) -> CacheError:
     )
 
 
-def _energy(x: NDArray[np.float32]) -> float:
+def energy(x: NDArray[np.floating]) -> float:
+    """Sum of squares."""
     return float(np.vdot(x, x))
 
 
@@ -211,21 +212,27 @@ class Scale:
         return np.clip(places, -(2**15), 2**15 - 1).astype(np.int16)
 
 
-def encode_symbols(scale: Scale, starts: NDArray[np.int32], side: Side, symbols: NDArray[np.int32]) -> bytes:
-    """A chunk's symbols [tokens, coefs] as bytes. starts: [blocks + 1]."""
+def encode_symbols(
+    scale: Scale, starts: NDArray[np.int32], side: Side, symbols: NDArray[np.int32], shift: int = 0
+) -> bytes:
+    """A chunk's symbols [tokens, coefs] as bytes. starts: [blocks + 1].
+
+    shift: how much larger than `scale` says the symbols are expected to be, in units of the scale axis.
+    """
     live = np.asarray(symbols.any(axis=0))
     index = np.flatnonzero(live)
-    return join(scale, live, encode_group(symbols[:, index], *_contexts(scale, starts, side, index)))
+    return join(scale, live, encode_group(symbols[:, index], *_contexts(scale, starts, side, index, shift)))
 
 
 def decode_symbols(
-    scale: Scale, starts: NDArray[np.int32], side: Side, data: memoryview, layers: int
+    scale: Scale, starts: NDArray[np.int32], side: Side, data: memoryview, layers: int, shift: int = 0
 ) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
     """Symbols of the live coefficients of the first `layers` layers, and which these are. StreamError on damage."""
     live, group = split(scale, data)
     index = np.flatnonzero(live)
+    contexts = _contexts(scale, starts, side, index, shift)
     try:
-        symbols = decode_group(group, side.gain.shape[1], *_contexts(scale, starts, side, index), segments=2 * layers)
+        symbols = decode_group(group, side.gain.shape[1], *contexts, segments=2 * layers)
     except CorruptGroup as error:
         raise StreamError(f"altered chunk: {error}") from error
     return symbols, index[: symbols.shape[1]]
@@ -258,40 +265,65 @@ def split(scale: Scale, data: memoryview) -> tuple[NDArray[np.bool_], memoryview
 
 
 def _contexts(
-    scale: Scale, starts: NDArray[np.int32], side: Side, live: NDArray[np.intp]
+    scale: Scale, starts: NDArray[np.int32], side: Side, live: NDArray[np.intp], shift: int
 ) -> tuple[NDArray[np.int16], NDArray[np.int16], NDArray[np.int32]]:
     """Where the coder's contexts start: base [live], offset [tokens, blocks], segment starts [blocks + 1]."""
-    offset = np.ascontiguousarray(quantiser.gain_units(side.gain).T)
+    offset = np.ascontiguousarray(quantiser.gain_units(side.gain).T + np.int16(shift))
     return scale.at_step(side.step)[live], offset, np.searchsorted(live, starts).astype(np.int32)
 
 
 _MIDDLE = importance.LEVELS // 2
 _CLASS_SCALE = (1.5, 0.4)  # mean change of class: of the first layer from the middle, of others from the layer below
+_KNOWN_SHIFT = -2 * quantiser.UNITS_PER_OCTAVE  # where a reference's class is known, changes are smaller
 
 
-def pack_classes(classes: NDArray[np.uint8]) -> bytes:
-    """Importance classes [layers, tokens] as a coded group; those of sinks follow from their place and are left out."""
-    plain = np.where(classes < importance.LEVELS, classes, _MIDDLE).astype(np.int32)
+def pack_classes(classes: NDArray[np.uint8], known: NDArray[np.uint8] | None = None) -> bytes:
+    """Importance classes of a chunk, [layers, tokens], as a coded group. Those of sinks are left out: they follow from
+    their place.
+
+    known [layers, tokens]: the classes that a reference gives the same tokens, or UNKNOWN.
+    """
+    plain = _without_sinks(classes)
     change = np.diff(plain, axis=0, prepend=np.int32(_MIDDLE))
-    return encode_group(np.ascontiguousarray(change.T), *_class_contexts(*classes.shape))
+    if known is not None:
+        change = np.where(known == UNKNOWN, change, plain - _without_sinks(known))
+    layers, tokens = classes.shape
+    return encode_group(np.ascontiguousarray(change.T), *_class_contexts(layers, tokens, known))
 
 
-def unpack_classes(data: memoryview, layers: int, tokens: int) -> NDArray[np.uint8]:
-    """The inverse of `pack_classes`. StreamError on damage."""
+def unpack_classes(
+    data: memoryview, layers: int, tokens: int, first: bool, known: NDArray[np.uint8] | None = None
+) -> NDArray[np.uint8]:
+    """The inverse of `pack_classes`; first: whether the chunk begins with the sinks. StreamError on damage."""
     try:
-        change = decode_group(data, tokens, *_class_contexts(layers, tokens))
+        change = decode_group(data, tokens, *_class_contexts(layers, tokens, known)).T
     except CorruptGroup as error:
         raise StreamError(f"altered importance classes: {error}") from error
-    plain = np.cumsum(change.T, axis=0, dtype=np.int64) + _MIDDLE
+    plain = np.cumsum(change, axis=0, dtype=np.int64) + _MIDDLE
+    if known is not None:
+        plain = np.where(known == UNKNOWN, plain, change.astype(np.int64) + _without_sinks(known))
     if plain.min() < 0 or plain.max() >= importance.LEVELS:
         raise StreamError("altered importance classes: out of range")
     out = plain.astype(np.uint8)
-    sinks = min(importance.SINKS, tokens)
-    out[:, :sinks] = importance.LEVELS + np.arange(sinks, dtype=np.uint8)
+    if first:
+        sinks = min(importance.SINKS, tokens)
+        out[:, :sinks] = importance.LEVELS + np.arange(sinks, dtype=np.uint8)
     return out
 
 
-def _class_contexts(layers: int, tokens: int) -> tuple[NDArray[np.int16], NDArray[np.int16], NDArray[np.int32]]:
+UNKNOWN = 255  # a class
+
+
+def _without_sinks(classes: NDArray[np.uint8]) -> NDArray[np.int32]:
+    return np.where(classes < importance.LEVELS, classes, _MIDDLE).astype(np.int32)
+
+
+def _class_contexts(
+    layers: int, tokens: int, known: NDArray[np.uint8] | None
+) -> tuple[NDArray[np.int16], NDArray[np.int16], NDArray[np.int32]]:
     scale = np.full(layers, _CLASS_SCALE[1])
     scale[:1] = _CLASS_SCALE[0]
-    return quantiser.scale_units(scale), np.zeros((tokens, layers), np.int16), np.arange(layers + 1, dtype=np.int32)
+    offset = np.zeros((tokens, layers), np.int16)
+    if known is not None:
+        offset[known[0] != UNKNOWN] = _KNOWN_SHIFT
+    return quantiser.scale_units(scale), offset, np.arange(layers + 1, dtype=np.int32)

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from seqkv import __version__, display, engine, models
 from seqkv.engine import KVCache, SeqkvError
 from seqkv.models import UsageError
@@ -170,9 +168,7 @@ def decode(args: argparse.Namespace) -> None:
     if kv.layers != source.layers:
         raise UsageError(f"{args.stream}: the cache has {kv.layers} layers, the model {source.layers}")
     if args.prompt_continue:
-        from seqkv.engine import container, form
-
-        ids = container.unpack(container.Container.parse(stream).section(form.TOKENS), np.uint32, shape=(kv.tokens,))
+        ids = engine.token_ids(stream)
         before = KVCache([k[:, :-1] for k in kv.keys], [v[:, :-1] for v in kv.values], rope=kv.rope, dtype=kv.dtype)
         follows = source.greedy(int(ids[-1]), before, args.prompt_continue)
         print(f"... {source.tokenizer.decode(ids[-20:])!r}\n    {source.tokenizer.decode(follows)!r}")

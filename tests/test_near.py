@@ -109,10 +109,10 @@ def test_classes_come_back(layers: int, tokens: int, seed: int, spread: float) -
     received = np.exp(spread * rng.standard_normal((layers, tokens))).astype(np.float32)
     classes = importance.classes(received)
     data = near.pack_classes(classes)
-    np.testing.assert_array_equal(near.unpack_classes(memoryview(data), layers, tokens), classes)
+    np.testing.assert_array_equal(near.unpack_classes(memoryview(data), layers, tokens, True), classes)
     for wrong in (data[:-2], data[:100], b""):
         with pytest.raises(StreamError):
-            near.unpack_classes(memoryview(wrong), layers, tokens)
+            near.unpack_classes(memoryview(wrong), layers, tokens, True)
 
 
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 2**32 - 1))
@@ -121,11 +121,11 @@ def test_classes_out_of_range_are_refused(layers: int, tokens: int, seed: int) -
     plain = np.random.default_rng(seed).integers(-30, 60, (layers, tokens))
     plain[0, 0] = -1 if seed % 2 else importance.LEVELS
     data = near.pack_classes(np.zeros((layers, tokens), np.uint8))  # of the right shape, to see that it is read
-    near.unpack_classes(memoryview(data), layers, tokens)
+    near.unpack_classes(memoryview(data), layers, tokens, True)
     change = np.diff(plain, axis=0, prepend=importance.LEVELS // 2).T.astype(np.int32)
-    data = near.encode_group(np.ascontiguousarray(change), *near._class_contexts(layers, tokens))
+    data = near.encode_group(np.ascontiguousarray(change), *near._class_contexts(layers, tokens, None))
     with pytest.raises(StreamError, match="out of range"):
-        near.unpack_classes(memoryview(data), layers, tokens)
+        near.unpack_classes(memoryview(data), layers, tokens, True)
 
 
 def test_any_bytes_are_a_refusal_or_classes() -> None:
@@ -134,7 +134,7 @@ def test_any_bytes_are_a_refusal_or_classes() -> None:
     for _ in range(300):
         data = rng.integers(0, 256, 128 + 2 * int(rng.integers(0, 40)), np.uint8).tobytes()
         try:
-            classes = near.unpack_classes(memoryview(data), 3, 50)
+            classes = near.unpack_classes(memoryview(data), 3, 50, True)
         except StreamError:
             refused += 1
         else:

@@ -1,0 +1,147 @@
+"""Encoding against a reference: chunks that are copied, chunks that are coded as deltas, and the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqkv.engine import delta, near, quantiser
+from seqkv.engine.cache import KVCache
+from seqkv.engine.container import Section
+from seqkv.engine.form import CHUNK, DELTA, MEANS, chunk_bounds, chunks
+from seqkv.engine.host import blocks_of, side_of
+from seqkv.engine.known import Known
+from seqkv.engine.modes import Calibrated
+from seqkv.engine.probs import TokenProbs
+from seqkv.engine.reference import NONE, Aligned, Reference
+
+MOST_LOSS = 4.0
+"""How much more than the reference lost, in the Fisher metric, copying a chunk may lose. More means that the tokens are
+the same but not what they stand for (the placeholders of images, say)."""
+
+WORTH = 0.75  # a delta that costs more than this part of what the reference cost is weighed against coding alone
+
+
+@dataclass
+class Shared:
+    """What a session has in common with a reference, and its chunks coded with that."""
+
+    kv: KVCache
+    mode: Calibrated
+    probs: TokenProbs
+    known: Known
+    step: int
+    reference: Reference
+    aligned: Aligned
+    loss: near.Loss
+
+    @classmethod
+    def encode(
+        cls,
+        kv: KVCache,
+        mode: Calibrated,
+        probs: TokenProbs,
+        classes: NDArray[np.uint8],
+        step: int,
+        reference: Reference,
+    ) -> tuple[list[Section], near.Loss, Aligned | None, list[int]]:
+        """The sections of all chunks, what was lost, for what the stream depends on the reference, and each chunk's
+        step.
+
+        classes [layers, tokens]: of importance. step: index.
+        """
+        known = Known(probs.token_ids, classes.copy())
+        shared = cls(
+            kv, mode, probs, known, step, reference, Aligned.find(probs.token_ids, reference), near.Loss.none()
+        )
+        sections, copied = shared._copy(reference.shared_chunks(probs.token_ids, step))
+        start = min(copied * near.CHUNK, kv.tokens)
+        shared.aligned.index[:start] = NONE
+        known.settle(shared.aligned, start)
+        for chunk in range(copied, chunks(kv.tokens)):
+            coded = shared._code(chunk)  # decides whether its tokens stay aligned
+            sections += known.sections(chunk, shared.aligned) + coded
+        steps = reference.form.steps[:copied] + [step] * (chunks(kv.tokens) - copied)
+        return sections, shared.loss, shared.aligned if shared.aligned.any() else None, steps
+
+    def _copy(self, count: int) -> tuple[list[Section], int]:
+        """Sections of leading chunks that are the reference's, and how many these are."""
+        sections: list[Section] = []
+        for chunk in range(count):
+            part = slice(*chunk_bounds(chunk, self.kv.tokens))
+            lost = self._lost(part, self.reference.blocks(chunk), self.reference.form.steps[chunk])
+            if lost.fisher > MOST_LOSS * self.reference.fisher * lost.tokens:
+                return sections, chunk
+            self.loss += lost
+            self.known.classes[:, part] = self.reference.known.classes[:, part]
+            sections += self.reference.chunk_sections(chunk)
+        return sections, count
+
+    def _lost(self, part: slice, decoded: NDArray[np.float32], step: int) -> near.Loss:
+        """What is lost if some tokens are decoded to this."""
+        model, values = self.mode.model(), blocks_of(self.kv, part)
+        gain = near.gains(self.mode.gains, self.reference.known.classes[:, part])
+        loss = near.Loss(0.0, np.zeros(2), np.zeros(2), part.stop - part.start)
+        for block in range(len(model.widths)):
+            true = values(block)
+            error = true - decoded[:, model.starts[block] : model.starts[block + 1]]
+            weighted = (error @ model.forward[block]) * quantiser.gain_value(gain[block])[:, None]
+            loss.fisher += near.energy(weighted)
+            loss.error[block % 2] += near.energy(error)
+            loss.energy[block % 2] += near.energy(true - true.mean(axis=0))
+        return loss
+
+    def _code(self, chunk: int) -> list[Section]:
+        """A chunk's coefficients, with the reference where that is worth it. Adds to the loss."""
+        part = slice(*chunk_bounds(chunk, self.kv.tokens))
+        if not self.aligned.any(part):
+            sections, lost = self._alone(chunk)
+        else:
+            sections, lost = self._delta(chunk)
+            spent = sum(memoryview(s.data).nbytes for s in sections if s.kind != CHUNK)
+            if spent > WORTH * self._reference_cost(part):
+                alone, lost_alone = self._alone(chunk)
+                if sum(memoryview(s.data).nbytes for s in alone) <= sum(memoryview(s.data).nbytes for s in sections):
+                    sections, lost = alone, lost_alone
+                    self.aligned.index[part] = NONE
+        self.loss += lost
+        return sections
+
+    def _reference_cost(self, part: slice) -> float:
+        """Bytes that the reference spent on the aligned ones of some tokens."""
+        index = self.aligned.index[part]
+        cost = 0.0
+        for chunk, count in zip(*np.unique(index[index != NONE] // near.CHUNK, return_counts=True), strict=True):
+            start, stop = chunk_bounds(int(chunk), len(self.reference.token_ids))
+            cost += count / (stop - start) * self.reference.parsed.length(CHUNK, int(chunk))
+        return cost
+
+    def _side(self, chunk: int) -> near.Side:
+        start, stop = chunk_bounds(chunk, self.kv.tokens)
+        gain = near.gains(self.mode.gains, self.known.classes)
+        return side_of(self.mode, self.probs, gain, self.step, start, stop)
+
+    def _alone(self, chunk: int) -> tuple[list[Section], near.Loss]:
+        side, starts = self._side(chunk), self.mode.starts
+        part = slice(*chunk_bounds(chunk, self.kv.tokens))
+        symbols, _, lost = near.encode_chunk(self.mode.model(), side, blocks_of(self.kv, part))
+        return [Section(CHUNK, chunk, near.encode_symbols(self.mode.places, starts, side, symbols))], lost
+
+    def _delta(self, chunk: int) -> tuple[list[Section], near.Loss]:
+        side, starts, scale = self._side(chunk), self.mode.starts, self.mode.places
+        part = slice(*chunk_bounds(chunk, self.kv.tokens))
+        held = self.aligned.held(part)
+        reference = self.reference.rows(self.aligned.index[part][held])
+        coded = delta.encode_chunk(self.mode.model(), side, scale, blocks_of(self.kv, part), held, reference)
+        groups = (
+            (CHUNK, delta.part(side, ~held), coded.symbols[~held], 0),
+            (DELTA, delta.part(side, held), coded.symbols[held], delta.SHIFT),
+            (MEANS, delta.mean_side(side), coded.means, delta.MEAN_SHIFT),
+        )
+        sections = [
+            Section(kind, chunk, near.encode_symbols(scale, starts, some, symbols, shift))
+            for kind, some, symbols, shift in groups
+        ]
+        return sections, coded.loss
