@@ -46,6 +46,28 @@ class SessionError(SeqkvError):
     """
 
 
+class StoreError(SeqkvError):
+    """A store of sessions cannot do what it was asked to, as the kind of the error says; what it holds is unharmed.
+
+    The message names the session. Not of the kinds below: the folder or the server cannot be reached or written.
+    """
+
+
+class StoreDamaged(StoreError):
+    """What is stored of a session is missing or altered. Other sessions are not affected, but those that share it.
+
+    `SessionStore.verify` lists all that are. Put the session again: what is damaged of it is replaced.
+    """
+
+
+class StoreBusy(StoreError):
+    """Another process was writing for longer than the store's timeout. Nothing was changed: try again."""
+
+
+class StoreFull(StoreError):
+    """The disk, the server or the store's own limit leaves no room. Nothing was changed: delete sessions."""
+
+
 class CalibrationError(SeqkvError):
     """A profile cannot be fitted from what was given.
 
