@@ -20,6 +20,7 @@ from seqkv.engine.errors import StoreBusy, StoreDamaged, StoreError, StoreFull
 from seqkv.engine.records import Entry, Stream
 
 VERSION = 1  # of the tables
+RESERVE = 1 << 18  # bytes that a file keeps back: on a full disk, deleting too must write before anything is free
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Entry))
 _COLUMNS = ", ".join(_FIELDS)
@@ -80,6 +81,9 @@ class Index(Protocol):
         """Removes a session; only while `writing`. Returns blobs that may not be needed any more, or None if the
         session is not there."""
 
+    def spare(self) -> contextlib.AbstractContextManager[None]:
+        """Meanwhile there is some room to write what deleting takes, although the disk is full."""
+
     def problems(self) -> list[str]:
         """What is wrong with the index as such."""
 
@@ -111,6 +115,8 @@ class SqliteIndex:
             version = self._number("PRAGMA user_version")
         if version != VERSION:
             raise StoreError(f"{path} is an index of version {version}, this release reads version {VERSION} only")
+        self._reserve = path.with_name("reserve")
+        self._keep_back()
 
     def find(self, tenant: str, name: str) -> Found | None:
         with self._translated(), self._reading():
@@ -213,6 +219,16 @@ class SqliteIndex:
             self._run("DELETE FROM sessions WHERE tenant = ? AND name = ?", tenant, name)
             return self._release(tenant, rows[0][0]) if rows else None
 
+    @contextlib.contextmanager
+    def spare(self) -> Iterator[None]:
+        self._reserve.unlink(missing_ok=True)
+        try:
+            with self._translated():
+                self._run("PRAGMA wal_checkpoint(TRUNCATE)")  # the log may hold megabytes
+            yield
+        finally:
+            self._keep_back()
+
     def problems(self) -> list[str]:
         with self._translated():
             found = [text for (text,) in self._rows("PRAGMA integrity_check") if text != "ok"]
@@ -242,6 +258,11 @@ class SqliteIndex:
             self._run("DELETE FROM links WHERE stream = ?", number)
             self._run("DELETE FROM streams WHERE id = ?", number)
         return blobs
+
+    def _keep_back(self) -> None:
+        with contextlib.suppress(OSError):
+            if not self._reserve.exists():
+                self._reserve.write_bytes(os.urandom(RESERVE))  # which no file system stores in less
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:

@@ -2,7 +2,8 @@
 
     names/TENANT/HASH OF THE NAME   an Entry
     streams/TENANT/KEY              a Stream's record; never changed while it is there
-    state                           other bytes after each write, so that what was read before can be kept if it is not
+    state                           other bytes after each write, and not there during one: as long as it is the same,
+                                    what was read before is still true
 
 Each object changes as a whole, and a session is there when its entry is, which is written last and deleted first: what
 a writer that died leaves behind is not seen by anybody, and `SessionStore.compact` removes it. There must be one writer
@@ -109,10 +110,11 @@ class ObjectIndex:
             known = self._snapshot()
             self._writing = True
             try:
-                self._objects.write({_STATE: uuid.uuid4().bytes})  # no process believes what it reads meanwhile
+                self._objects.delete([_STATE])
                 yield
                 known.state = self._mine = uuid.uuid4().bytes
-                self._objects.write({_STATE: known.state})
+                with contextlib.suppress(OSError):  # without it everything is read every time
+                    self._objects.write({_STATE: known.state})
             except BaseException:
                 self._known = None
                 raise
@@ -135,6 +137,9 @@ class ObjectIndex:
         self._objects.delete([_name(tenant, name)])
         entry = self._snapshot().entries.pop((tenant, name), None)
         return [] if entry is None else self._release(tenant, entry.key)
+
+    def spare(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def problems(self) -> list[str]:
         found = []
@@ -178,9 +183,12 @@ class ObjectIndex:
     def _snapshot(self) -> _Snapshot:
         """What is there, read again if somebody else wrote. Damaged entries and streams are left out."""
         with self._lock:
-            if self._known is not None and (self._writing or self._read(_STATE) == self._known.state):
+            if self._known is not None and self._writing:
                 return self._known
-            known = _Snapshot(self._read(_STATE), {}, {}, {})
+            state = self._read(_STATE)
+            if self._known is not None and state is not None and state == self._known.state:
+                return self._known
+            known = _Snapshot(state, {}, {}, {})
             for name, data in self._objects.read(list(self._objects.under("names"))).items():
                 with contextlib.suppress(StoreDamaged):
                     entry = Entry.from_bytes(data)

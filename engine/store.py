@@ -132,11 +132,11 @@ class SessionStore:
     def delete(self, session: str) -> None:
         """Removes a session. Sessions that were coded against it keep what they need. SessionError, StoreError."""
         with _naming(f"session {_checked(session)!r}"):
-            with self._index.writing():
-                dropped = self._index.remove(self._tenant, session)
-            if dropped is None:
-                raise SessionError("is not in the store")
-            self._clear(dropped)
+            try:
+                self._delete(session)
+            except StoreFull:
+                with self._index.spare():
+                    self._delete(session)
 
     def verify(self) -> Report:
         """Checks every byte and every dependency, of all tenants. Never raises for damage, reports it."""
@@ -163,6 +163,13 @@ class SessionStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _delete(self, session: str) -> None:
+        with self._index.writing():
+            dropped = self._index.remove(self._tenant, session)
+        if dropped is None:
+            raise SessionError("is not in the store")
+        self._clear(dropped)
 
     def _reference(self, probs: TokenProbs) -> tuple[Match | None, Reference | None]:
         """The best of the stored sessions that can be read, to code one with these tokens against."""
