@@ -12,8 +12,10 @@ from typing import Any
 
 from seqkv.cuda_kernels.errors import DeviceError
 
-THREADS = 256  # of a block of an elementwise kernel
+THREADS, FEWEST_THREADS = 256, 32  # of a block of an elementwise kernel
+FEWEST_BLOCKS = 128  # over which few elements are spread: Numba warns of a launch with less
 MOST_BLOCKS = 1 << 16  # elementwise kernels stride over what is beyond
+LOWEST_CAPABILITY = 80  # Ampere: sums over a warp in one instruction
 NVRTC_OPTIONS = ("--std=c++17", "--fmad=false")
 
 
@@ -49,14 +51,22 @@ def demand() -> None:
 
 @functools.cache
 def raw_module(file: str, defines: tuple[tuple[str, int], ...] = ()) -> Any:
-    """The kernels of a `.cu` file of this folder, compiled for the current device when one is first launched."""
+    """The kernels of a `.cu` file of this folder, compiled for the current device when one is first launched.
+
+    DeviceError if the device is too old for them.
+    """
+    capability = int(cupy().cuda.Device().compute_capability)
+    if capability < LOWEST_CAPABILITY:
+        least = f"compute capability {LOWEST_CAPABILITY / 10} or more"
+        raise DeviceError(f"kernels need a device of {least}, this one has {capability / 10}")
     code = Path(__file__).with_name(file).read_text()
     options = (*NVRTC_OPTIONS, *(f"-D{name}={value}" for name, value in defines))
     return cupy().RawModule(code=code, options=options)
 
 
 def launch(kernel: Any, count: int, *args: Any) -> None:
-    """Run a Numba CUDA kernel with a thread for each of `count` elements (it strides over more than there are threads).
+    """Run a Numba CUDA kernel with a thread, or more, for each of `count` elements (it strides over more than there are
+    threads).
 
     args: CuPy arrays and NumPy scalars. Nothing is launched for no elements.
     """
@@ -65,8 +75,16 @@ def launch(kernel: Any, count: int, *args: Any) -> None:
     from numba import cuda
 
     stream = cuda.external_stream(cupy().cuda.get_current_stream().ptr)
-    blocks = min(-(-count // THREADS), MOST_BLOCKS)
-    kernel[blocks, THREADS, stream](*(_OnStream(x) if hasattr(x, "__cuda_array_interface__") else x for x in args))
+    blocks, threads = grid(count)
+    kernel[blocks, threads, stream](*(_OnStream(x) if hasattr(x, "__cuda_array_interface__") else x for x in args))
+
+
+def grid(count: int) -> tuple[int, int]:
+    """Blocks, and threads of each, for `count` elements."""
+    threads = THREADS
+    while threads > FEWEST_THREADS and count <= threads // 2 * FEWEST_BLOCKS:
+        threads //= 2
+    return min(max(-(-count // threads), FEWEST_BLOCKS), MOST_BLOCKS), threads
 
 
 class _OnStream:

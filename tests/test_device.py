@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +15,9 @@ import pytest
 pytest.importorskip("numba.cuda.dispatcher")
 
 from seqkv import engine
-from seqkv.engine import CacheError, KVCache, Profile, ProfileError, Rope, StreamError, near
+from seqkv.cuda_kernels import device
+from seqkv.cuda_kernels.errors import DeviceError
+from seqkv.engine import CacheError, KVCache, Profile, ProfileError, Rope, StreamError, container, near
 from seqkv.engine.arrays import from_bfloat16_bits
 from seqkv.engine.container import Container
 from seqkv.engine.form import CHUNK
@@ -111,6 +117,28 @@ def symbols_of(stream: bytes, profile: Profile, s: Any) -> Any:
     return out
 
 
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_what_was_lost_is_said_alike(calibrated: bool, profile: Profile, sample: Callable[..., Any]) -> None:
+    s = sample(600)
+    known = {"profile": profile if calibrated else None, "step": 0.02, "importance": s.importance}
+    here, there = (engine.inspect(engine.encode(kv, s.probs, **known))["loss"] for kv in (s.kv, s.kv.to("cuda")))
+    assert here["keys"] != pytest.approx(here["values"], rel=0.03)  # so that one is not taken for the other
+    assert there == pytest.approx(here, rel=0.02)
+
+
+def test_steps_may_differ_from_chunk_to_chunk(profile: Profile, sample: Callable[..., Any]) -> None:
+    from tests.test_codec import rewritten
+
+    s = sample(300)
+    coarse, fine = (
+        engine.encode(s.kv, s.probs, profile=profile, step=step, importance=s.importance) for step in (0.1, STEP)
+    )
+    parsed, other = Container.parse(fine), Container.parse(coarse)
+    steps = [other.header["steps"][0], parsed.header["steps"][1]]
+    both = rewritten(fine, {"steps": steps}, CHUNK=bytes(other.section(CHUNK, 0)))
+    close(engine.decode(both, profile=profile, backend="cuda"), engine.decode(both, profile=profile), TF32)
+
+
 def test_estimated_importance(profile: Profile, sample: Callable[..., Any]) -> None:
     s = sample(300)
     streams = [engine.encode(kv, s.probs, profile=profile, kl=0.05) for kv in (s.kv, s.kv.to("cuda"))]
@@ -173,6 +201,39 @@ def test_keys_and_values_stay_on_the_device(profile: Profile, sample: Callable[.
     assert copied.to_host < 4096
 
 
+def test_matrices_are_made_once_and_go_with_their_profile(profile: Profile, sample: Callable[..., Any]) -> None:
+    s, own = sample(40), dataclasses.replace(profile)
+    kv = s.kv.to("cuda")
+    with device_array.counted() as first:
+        engine.encode(kv, s.probs, profile=own, step=STEP, importance=s.importance)
+    with device_array.counted() as second:
+        engine.encode(kv, s.probs, profile=own, step=STEP, importance=s.importance)
+    made = sum(x.nbytes for x in (own.token_map, own.bias, own.sink_bias, *own.forward, *itertools.chain(*own.maps)))
+    assert first.to_device - second.to_device == made
+    gone = weakref.ref(own)
+    del own
+    gc.collect()
+    assert gone() is None
+
+
+def test_blocks_that_predict_nothing_more_are_dropped(
+    profile: Profile, sample: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from seqkv.engine import device
+
+    forget, kept = device._forget, []
+
+    def counting(decoded: dict[int, Any], sources: list[range], layer: int) -> None:
+        forget(decoded, sources, layer)
+        kept.append(len(decoded))
+
+    monkeypatch.setattr(device, "_forget", counting)
+    s = sample(40)
+    stream = engine.encode(s.kv.to("cuda"), s.probs, profile=profile, step=STEP)
+    engine.decode(stream, profile=profile, backend="cuda")
+    assert kept == 2 * [min(2 * profile.depth, 2), min(2 * profile.depth, 4), 0]
+
+
 def test_bfloat16_is_kept_as_its_bits(profile: Profile, sample: Callable[..., Any]) -> None:
     s = sample(40, dtype="bfloat16")
     there = s.kv.to("cuda")
@@ -210,6 +271,15 @@ def test_arrays_of_two_places_are_refused(cupy: Any, sample: Callable[..., Any])
     kv = sample(40).kv
     with pytest.raises(CacheError, match="several devices"):
         KVCache([cupy.asarray(kv.keys[0]), *kv.keys[1:]], kv.values)
+
+
+def test_arrays_of_two_places_are_not_written_to(cupy: Any, profile: Profile, sample: Callable[..., Any]) -> None:
+    s = sample(40)
+    stream = engine.encode(s.kv, s.probs, profile=profile, step=STEP)
+    keys, values = ([np.zeros(x.shape, np.float32) for x in side] for side in (s.kv.keys, s.kv.values))
+    for sides in (([cupy.asarray(x) for x in keys], values), (keys, [*values[:2], cupy.asarray(values[2])])):
+        with pytest.raises(CacheError, match="all on the same device"):
+            engine.decode_into(stream, *sides, profile=profile)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -258,11 +328,55 @@ def test_damage_is_refused(profile: Profile, sample: Callable[..., Any]) -> None
         engine.decode(stream, backend="cuda")
 
 
+def test_sections_that_cannot_be_are_refused(profile: Profile, sample: Callable[..., Any]) -> None:
+    from tests.test_codec import rewritten
+
+    s = sample(40)
+    stream = engine.encode(s.kv, s.probs, profile=profile, step=STEP, importance=s.importance)
+    chunk = bytes(Container.parse(stream).section(CHUNK, 0))
+    unknown = container.pack(np.full(40, len(profile.table), np.uint32))
+    for bad in (rewritten(stream, CHUNK=chunk + bytes(2)), rewritten(stream, TOKENS=unknown)):
+        for backend in ("cpu", "cuda"):
+            with pytest.raises(StreamError, match="altered"):
+                engine.decode(bad, profile=profile, backend=backend)  # type: ignore[arg-type]
+
+
+def test_few_elements_are_spread_over_blocks_that_numba_does_not_warn_of() -> None:
+    for count in (1, 31, 4096, 4097, 100_000, 1 << 24, 1 << 30):
+        blocks, threads = device.grid(count)
+        assert 128 <= blocks <= device.MOST_BLOCKS and threads in (32, 64, 128, 256)
+        assert blocks * threads >= count or (blocks, threads) == (device.MOST_BLOCKS, 256)
+    assert device.grid(128 * 256) == (128, 256) and device.grid(128 * 128) == (128, 128)
+
+
+def test_a_device_that_is_too_old_is_refused(
+    cupy: Any, profile: Profile, sample: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = sample(12)
+    device.raw_module.cache_clear()
+    monkeypatch.setattr(cupy.cuda.Device, "compute_capability", "75")
+    with pytest.raises(DeviceError, match=r"8\.0 or more, this one has 7\.5"):
+        engine.encode(s.kv.to("cuda"), s.probs, profile=profile, step=STEP, importance=s.importance)
+
+
 @pytest.mark.parametrize("order", [0, 1, 7])
 def test_no_kernel_does_what_it_must_not(order: int, profile: Profile, sample: Callable[..., Any]) -> None:
     """All of it in the mode that checks memory, races and barriers, in several orders of lanes."""
     s = sample(45)
     with emulated_device("check", order=order, preempt=3 if order else 0):
         stream = engine.encode(s.kv.to("cuda"), s.probs, profile=profile, kl=0.05)
+        decoded = engine.decode(stream, profile=profile, backend="cuda")
+    close(decoded, engine.decode(stream, profile=profile), TF32)
+
+
+@pytest.mark.parametrize("predictor", ["none", "mean", "expectation", "layers"])
+def test_nor_with_other_predictors(
+    predictor: str, profiles: Callable[[str], Profile], sample: Callable[..., Any]
+) -> None:
+    """Of them "none", no profile, fits a second chunk to the first."""
+    s = sample(260 if predictor == "none" else 20)
+    profile = None if predictor == "none" else profiles(predictor)
+    with emulated_device("check", order=1, preempt=3):
+        stream = engine.encode(s.kv.to("cuda"), s.probs, profile=profile, step=0.1)
         decoded = engine.decode(stream, profile=profile, backend="cuda")
     close(decoded, engine.decode(stream, profile=profile), TF32)
