@@ -12,10 +12,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from seqkv.engine import container, host, near
+from seqkv.engine import container, host, near, quantiser
 from seqkv.engine.align import Aligner
 from seqkv.engine.container import Buffer, Container, Section
-from seqkv.engine.errors import StreamError
+from seqkv.engine.errors import ProfileError, StreamError
 from seqkv.engine.form import CHUNK, CLASSES, DELTA, MAX_DEPTH, RUNS, TOKENS, Form, chunk_bounds, chunks
 from seqkv.engine.known import Known
 from seqkv.engine.modes import stored_mode
@@ -50,22 +50,34 @@ class Reference:
         if self.form.profile is None:
             raise StreamError("a stream that was coded without a profile cannot be a reference")
         self.key, self.depth = stream_key(stream), self.form.depth
-        self.profile, self.mode = profile, stored_mode(self.parsed, self.form, profile)
+        self.mode = stored_mode(self.parsed, self.form, profile)
         self.aligned = Aligned.read(self.parsed, self.form, profile, find)
         self.known = Known.read(self.parsed, self.form, range(chunks(self.form.tokens)), self.aligned)
         self.token_ids = self.known.ids
         self._decoded: OrderedDict[int, NDArray[np.float32]] = OrderedDict()
 
     @classmethod
-    def of(cls, given: Any, profile: Profile, key: str | None = None) -> Reference:
-        """From what `encode` and `decode` take: a Reference, a stream, or a function that finds one by key."""
-        if callable(given) and key is not None:
-            reference = cls(given(key), profile, given)
-        else:
-            reference = given if isinstance(given, cls) else cls(given, profile)
-        if key is not None and reference.key != key:
-            raise StreamError(f"the stream was coded against reference {key}, the one given is {reference.key}")
-        return reference
+    def of(cls, given: Any, profile: Profile, find: Find | None = None) -> Reference:
+        """From a stream, or a Reference, which must be of this profile."""
+        if not isinstance(given, cls):
+            return cls(given, profile, find)
+        stored_mode(given.parsed, given.form, profile)  # refuses another profile
+        return given
+
+    @classmethod
+    def needed(cls, form: Form, profile: Profile, given: Any) -> Reference:
+        """What a stream of this form was coded against. given: as `decode` takes it: a stream, a Reference, or Find.
+
+        All that can be is checked before the reference's own reference is asked for, so that every chain ends.
+        """
+        find = given if callable(given) else None
+        stream = given if find is None else find(str(form.reference))
+        key, there = (stream.key, stream.form) if isinstance(stream, cls) else _key_and_form(stream)
+        if key != form.reference:
+            raise StreamError(f"the stream was coded against reference {form.reference}, the one given is {key}")
+        if (there.depth + 1, there.profile, there.shape) != (form.depth, form.profile, form.shape):
+            raise StreamError(f"altered: no stream like this was ever coded against reference {key}")
+        return cls.of(stream, profile, find)
 
     @functools.cached_property
     def gain(self) -> NDArray[np.int8]:
@@ -75,11 +87,13 @@ class Reference:
     def probs(self) -> TokenProbs:
         return TokenProbs.from_tokens(self.token_ids)
 
-    @property
-    def fisher(self) -> float:
-        """What quantisation lost, a token, in the Fisher metric; infinite if that is not known."""
-        lost = (self.parsed.header.get("loss") or {}).get("fisher")
-        return float(lost) if isinstance(lost, (int, float)) else np.inf
+    def usual_loss(self, chunk: int) -> float:
+        """What quantisation lost in a chunk, a token, in the Fisher metric, about; 0 if that is not known."""
+        said = self.parsed.header.get("loss")
+        lost = said.get("fisher") if isinstance(said, dict) else None
+        # of all chunks; one of a finer step lost less, by that factor or by its square
+        finer = quantiser.step_size(self.form.steps[chunk]) / quantiser.step_size(min(self.form.steps))
+        return lost * finer if isinstance(lost, float) else 0.0
 
     def blocks(self, chunk: int) -> NDArray[np.float32]:
         """Decoded blocks of a chunk, side by side, keys un-rotated: [tokens, coefs]."""
@@ -116,6 +130,10 @@ class Reference:
         return chunks(count)
 
 
+def _key_and_form(stream: Buffer) -> tuple[str, Form]:
+    return stream_key(stream), Form(Container.parse(stream))
+
+
 @dataclass
 class Aligned:
     """Which token of a reference each token of a session is: index [tokens] int64, or NONE."""
@@ -136,14 +154,14 @@ class Aligned:
 
     @classmethod
     def read(cls, parsed: Container, form: Form, profile: Profile | None, given: Any) -> Aligned | None:
-        """Of a stream; None if it depends on no reference. given: as Reference.of takes it."""
+        """Of a stream; None if it depends on no reference. given: as Reference.needed takes it."""
         if form.reference is None:
             return None
-        if given is None or profile is None:
+        if given is None:
             raise StreamError(f"the stream was coded against reference {form.reference}, which was not given")
-        reference = Reference.of(given, profile, form.reference)
-        if reference.depth + 1 != form.depth:
-            raise StreamError("altered: the depth of its reference is another")
+        if profile is None:
+            raise ProfileError(f"the stream was coded against a reference and with profile {form.profile}: give both")
+        reference = Reference.needed(form, profile, given)
         runs = container.unpack(parsed.section(RUNS), np.int64, max_items=3 * form.tokens)
         if runs.ndim != 2 or runs.shape[1] != 3:
             raise StreamError(f"altered: runs of shape {runs.shape}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from seqkv.engine import delta, near, quantiser
 from seqkv.engine.cache import KVCache
 from seqkv.engine.container import Section
+from seqkv.engine.errors import CacheError
 from seqkv.engine.form import CHUNK, DELTA, MEANS, chunk_bounds, chunks
 from seqkv.engine.host import blocks_of, side_of
 from seqkv.engine.known import Known
@@ -17,9 +19,13 @@ from seqkv.engine.modes import Calibrated
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.reference import NONE, Aligned, Reference
 
-MOST_LOSS = 4.0
-"""How much more than the reference lost, in the Fisher metric, copying a chunk may lose. More means that the tokens are
-the same but not what they stand for (the placeholders of images, say)."""
+MOST_LOSS, MOST_LOSS_OF_A_TOKEN = 4.0, 6.0
+"""How much more than the reference lost, in the Fisher metric, copying a chunk may lose, on average and of a token.
+
+More means that the tokens are the same but not what they stand for (the placeholders of images, say). A token whose
+keys and values are those of the reference loses up to 3.5 times the average, the same token in another context at least
+8 times. The first token of all is looked at on average only: its numbers are so large that their rounding to bfloat16
+may be more than quantisation lost."""
 
 WORTH = 0.75  # a delta that costs more than this part of what the reference cost is weighed against coding alone
 
@@ -31,6 +37,7 @@ class Shared:
     kv: KVCache
     mode: Calibrated
     probs: TokenProbs
+    classes: NDArray[np.uint8]
     known: Known
     step: int
     reference: Reference
@@ -53,9 +60,8 @@ class Shared:
         classes [layers, tokens]: of importance. step: index.
         """
         known = Known(probs.token_ids, classes.copy())
-        shared = cls(
-            kv, mode, probs, known, step, reference, Aligned.find(probs.token_ids, reference), near.Loss.none()
-        )
+        aligned = Aligned.find(probs.token_ids, reference)
+        shared = cls(kv, mode, probs, classes, known, step, reference, aligned, near.Loss.none())
         sections, copied = shared._copy(reference.shared_chunks(probs.token_ids, step))
         start = min(copied * near.CHUNK, kv.tokens)
         shared.aligned.index[:start] = NONE
@@ -71,43 +77,52 @@ class Shared:
         sections: list[Section] = []
         for chunk in range(count):
             part = slice(*chunk_bounds(chunk, self.kv.tokens))
-            lost = self._lost(part, self.reference.blocks(chunk), self.reference.form.steps[chunk])
-            if lost.fisher > MOST_LOSS * self.reference.fisher * lost.tokens:
+            lost, by_token = self._lost(part, self.reference.blocks(chunk))
+            usual = self.reference.usual_loss(chunk)
+            worst = by_token[1 if chunk == 0 else 0 :].max(initial=0.0)
+            # written so that NaN fails
+            if not (lost.fisher <= MOST_LOSS * usual * lost.tokens and worst <= MOST_LOSS_OF_A_TOKEN * usual):
                 return sections, chunk
             self.loss += lost
             self.known.classes[:, part] = self.reference.known.classes[:, part]
             sections += self.reference.chunk_sections(chunk)
         return sections, count
 
-    def _lost(self, part: slice, decoded: NDArray[np.float32], step: int) -> near.Loss:
-        """What is lost if some tokens are decoded to this."""
+    def _lost(self, part: slice, decoded: NDArray[np.float32]) -> tuple[near.Loss, NDArray[np.float64]]:
+        """What is lost if some tokens are decoded to this; and in the Fisher metric of each of them, [tokens]."""
         model, values = self.mode.model(), blocks_of(self.kv, part)
         gain = near.gains(self.mode.gains, self.reference.known.classes[:, part])
         loss = near.Loss(0.0, np.zeros(2), np.zeros(2), part.stop - part.start)
+        by_token = np.zeros(loss.tokens)
         for block in range(len(model.widths)):
             true = values(block)
             error = true - decoded[:, model.starts[block] : model.starts[block + 1]]
             weighted = (error @ model.forward[block]) * quantiser.gain_value(gain[block])[:, None]
-            loss.fisher += near.energy(weighted)
+            by_token += np.square(weighted, dtype=np.float64).sum(axis=1)
             loss.error[block % 2] += near.energy(error)
             loss.energy[block % 2] += near.energy(true - true.mean(axis=0))
-        return loss
+        loss.fisher = float(by_token.sum())
+        return loss, by_token
 
     def _code(self, chunk: int) -> list[Section]:
         """A chunk's coefficients, with the reference where that is worth it. Adds to the loss."""
         part = slice(*chunk_bounds(chunk, self.kv.tokens))
-        if not self.aligned.any(part):
-            sections, lost = self._alone(chunk)
-        else:
-            sections, lost = self._delta(chunk)
-            spent = sum(memoryview(s.data).nbytes for s in sections if s.kind != CHUNK)
-            if spent > WORTH * self._reference_cost(part):
-                alone, lost_alone = self._alone(chunk)
-                if sum(memoryview(s.data).nbytes for s in alone) <= sum(memoryview(s.data).nbytes for s in sections):
-                    sections, lost = alone, lost_alone
-                    self.aligned.index[part] = NONE
-        self.loss += lost
-        return sections
+        with_reference = self._delta(chunk) if self.aligned.any(part) else None
+        if with_reference is not None:
+            sections, lost = with_reference
+            if _bytes(s for s in sections if s.kind != CHUNK) <= WORTH * self._reference_cost(part):
+                self.loss += lost
+                return sections
+        settled = self.known.classes[:, part].copy()
+        self.known.classes[:, part] = self.classes[:, part]
+        alone, lost_alone = self._alone(chunk)
+        if with_reference is not None and _bytes(sections) < _bytes(alone):
+            self.known.classes[:, part] = settled
+            self.loss += lost
+            return sections
+        self.aligned.index[part] = NONE
+        self.loss += lost_alone
+        return alone
 
     def _reference_cost(self, part: slice) -> float:
         """Bytes that the reference spent on the aligned ones of some tokens."""
@@ -129,12 +144,16 @@ class Shared:
         symbols, _, lost = near.encode_chunk(self.mode.model(), side, blocks_of(self.kv, part))
         return [Section(CHUNK, chunk, near.encode_symbols(self.mode.places, starts, side, symbols))], lost
 
-    def _delta(self, chunk: int) -> tuple[list[Section], near.Loss]:
+    def _delta(self, chunk: int) -> tuple[list[Section], near.Loss] | None:
+        """None if the reference is so far away that symbols do not reach."""
         side, starts, scale = self._side(chunk), self.mode.starts, self.mode.places
         part = slice(*chunk_bounds(chunk, self.kv.tokens))
         held = self.aligned.held(part)
         reference = self.reference.rows(self.aligned.index[part][held])
-        coded = delta.encode_chunk(self.mode.model(), side, scale, blocks_of(self.kv, part), held, reference)
+        try:
+            coded = delta.encode_chunk(self.mode.model(), side, scale, blocks_of(self.kv, part), held, reference)
+        except CacheError:
+            return None
         groups = (
             (CHUNK, delta.part(side, ~held), coded.symbols[~held], 0),
             (DELTA, delta.part(side, held), coded.symbols[held], delta.SHIFT),
@@ -145,3 +164,7 @@ class Shared:
             for kind, some, symbols, shift in groups
         ]
         return sections, coded.loss
+
+
+def _bytes(sections: Iterable[Section]) -> int:
+    return sum(memoryview(section.data).nbytes for section in sections)
