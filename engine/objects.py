@@ -123,8 +123,9 @@ class Bucket:
 
     def read(self, names: Sequence[str]) -> dict[str, bytes]:
         with _as_oserror():
-            found = self._fs.cat([self._root + name for name in names], on_error="return") if names else {}
-        return dict(self._there(found))
+            paths = [self._root + name for name in names]
+            found = zip(names, self._fs.cat_ranges(paths, None, None, on_error="return"), strict=True)
+            return dict(self._there(found))
 
     def write(self, objects: Mapping[str, Buffer]) -> None:
         with _as_oserror():
@@ -147,7 +148,7 @@ class Bucket:
         with _as_oserror():
             self._fs.invalidate_cache()
             found = self._fs.find(self._root + prefix, detail=True)
-        return {self._name(path): about["size"] for path, about in found.items()}
+        return {path[len(self._root) :]: about["size"] for path, about in found.items()}
 
     def tidy(self) -> None:
         pass  # nothing is there before it is whole
@@ -155,17 +156,12 @@ class Bucket:
     def close(self) -> None:
         pass
 
-    def _name(self, path: str) -> str:
-        return path[len(self._root) :]
-
-    def _there(self, found: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
-        for path, data in found.items():
-            if isinstance(data, FileNotFoundError):
-                continue
-            if isinstance(data, Exception):
-                with _as_oserror():
-                    raise data
-            yield self._name(path), data
+    def _there(self, found: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, bytes]]:
+        for name, data in found:
+            if isinstance(data, Exception) and not isinstance(data, FileNotFoundError):
+                raise data
+            if not isinstance(data, FileNotFoundError):
+                yield name, data
 
 
 class Redis:

@@ -76,7 +76,7 @@ class SessionStore:
                 self._objects = objects.Files(Path(path))
                 self._index = SqliteIndex(Path(path) / "index.sqlite", timeout)
             else:
-                redis = str(path).startswith(("redis://", "rediss://"))
+                redis = str(path).startswith(("redis://", "rediss://", "unix://"))
                 self._objects = objects.Redis(str(path)) if redis else objects.Bucket(str(path))
                 self._index = ObjectIndex(self._objects)
         self._blobs = Blobs(self._objects)
