@@ -207,6 +207,13 @@ def test_blocks_and_heads(cupy: Any, rope: str, dtype: str) -> None:
         same(pages, np.ascontiguousarray(paged.reshape(count, size, heads, 2 * width).transpose(0, 2, 1, 3)))
 
 
+def test_what_is_too_large_for_a_half_is_clipped(cupy: Any) -> None:
+    block = np.array([[65504, 65520, 1e30, -65519, -65520, np.inf, np.nan]], np.float32)
+    out = cupy.empty((1, 1, 1, block.size), np.float16)
+    elementwise.to_heads(cupy.asarray(block), None, None, out)
+    same(out[0, 0], np.clip(block, -65504, 65504).astype(np.float16))
+
+
 def turns_of(turns: Turns, rope: Rope | None) -> tuple[Turn | None, Turn | None]:
     """Out of the rotation, and into it."""
     if rope is None:
@@ -260,7 +267,7 @@ def test_finite(cupy: Any, dtype: str) -> None:
         array = values(np.random.default_rng(4), heads, tokens, width).clip(-65504, 65504)
         for wrong in (None, *NOT_FINITE):
             if wrong is not None and array.size:
-                array[-1, tokens // 2, 0] = wrong
+                array[heads // 2, tokens // 2, 0] = wrong
             bits = np.array([scalar.bfloat16_bits(x) for x in array.ravel()], np.uint16).reshape(array.shape)
             found = cupy.zeros(1, np.int32)
             elementwise.finite(cupy.asarray(bits if dtype == "uint16" else array.astype(dtype)), found)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 ALIGNMENT = 256  # of what an allocator of device memory gives
-POISON = 0xA5  # what new memory holds
+POISON = 0x7F  # what new memory holds: large numbers, or none, of any type
 
 
 @dataclass
