@@ -11,11 +11,11 @@ offset       624 tokens of the text behind 400 of one other text, coded against 
 again        the same session once more.
 unrelated    another text, against this one.
 
-`aligned` tokens are those that the reference holds too, `copied` those of copied chunks. `cost` is what the aligned tokens
-cost, in part of what the same tokens cost alone: their deltas, means and runs, and their share of importance classes, to
-their share (by tokens, chunk by chunk) of the session coded alone. `whole` is the whole stream's bytes, in part of those
-alone; copied chunks do not count, as a store keeps them once. KL in nats a token of the 512 that follow; `alone` is that
-of the session coded alone.
+`aligned` tokens are those that the reference holds too, `copied` those of copied chunks. `cost` is what the aligned
+tokens cost, in part of what the same tokens cost alone: their deltas, means and runs, and their share of importance
+classes, to their share (by tokens, chunk by chunk) of the session coded alone. `whole` is the whole stream's bytes,
+in part of those alone; copied chunks do not count, as a store keeps them once. KL in nats a token of the 512 that
+follow; `alone` is that of the session coded alone.
 """
 
 from __future__ import annotations
