@@ -202,7 +202,7 @@ class SqliteIndex:
     def set(self, tenant: str, entry: Entry, stream: Stream) -> list[str]:
         with self._translated():
             old = self._rows("SELECT key FROM sessions WHERE tenant = ? AND name = ?", tenant, entry.name)
-            row = tenant, stream.key, stream.reference, stream.to_bytes()
+            row = tenant, stream.key, stream.reference, stream.record
             add = "INSERT INTO streams (tenant, key, reference, record) VALUES (?, ?, ?, ?)"
             self._run(add + " ON CONFLICT (tenant, key) DO UPDATE SET record = excluded.record", *row)  # if damaged
             number = self._number("SELECT id FROM streams WHERE tenant = ? AND key = ?", tenant, stream.key)

@@ -125,9 +125,8 @@ class ObjectIndex:
         known = self._snapshot()
         old, place = known.entries.get((tenant, entry.name)), (tenant, stream.key)
         if place not in known.streams:
-            record = stream.to_bytes()
-            self._objects.write({_stream(*place): record})
-            known.streams[place], known.sizes[place] = stream, len(record)
+            self._objects.write({_stream(*place): stream.record})
+            known.streams[place], known.sizes[place] = stream, len(stream.record)
         self._enter(tenant, entry)
         return [] if old is None else self._release(tenant, old.key)
 

@@ -8,6 +8,7 @@ tenant's blobs have other names even where their bytes are the same.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,8 +132,9 @@ class Stream:
             raise StoreDamaged(f"its parts do not make stream {self.key} again")
         return stream
 
-    def to_bytes(self) -> bytes:
-        """As a record of the index."""
+    @functools.cached_property
+    def record(self) -> bytes:
+        """What the index keeps of it."""
         header = {name: getattr(self, name) for name in ("key", "reference", "depth", "profile", "header")}
         header["parts"] = [[part.kind, part.index, part.blob, part.size] for part in self.parts]
         sections = [Section(_INLINE, i, part.data) for i, part in enumerate(self.parts) if part.blob is None]
@@ -142,7 +144,7 @@ class Stream:
 
     @classmethod
     def from_bytes(cls, data: Buffer) -> Stream:
-        """StoreDamaged if it is not what `to_bytes` wrote."""
+        """From its record. StoreDamaged."""
         try:
             parsed = Container.parse(data)
             parts = []

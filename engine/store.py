@@ -200,19 +200,19 @@ class SessionStore:
     def _commit(self, session: str, data: bytes, probs: TokenProbs, match: Match | None) -> Entry | None:
         """Stores a stream. None, and nothing is done, if its reference is gone, or leaves no room for it."""
         stream, blobs = Stream.split(data, probs, self._tenant)
-        record = len(stream.to_bytes())
         dropped: Collection[str]
         while True:
             with self._lock, self._index.writing():
-                kept = self._size_with_references(stream)
-                if kept is None or (self.limit is not None and kept > self.limit):
+                if stream.reference is not None and self._index.stream(self._tenant, stream.reference) is None:
+                    return None
+                if self.limit is not None and self._size_with_references(stream) > self.limit:
                     if stream.reference is not None:
                         return None
-                    raise StoreFull(f"its {kept} bytes do not fit in the limit of {self.limit}")
+                    raise StoreFull(f"its {len(data)} bytes do not fit in the limit of {self.limit}")
                 missing = self._blobs.missing(blobs, self._index.needed(blobs))
-                added = record + sum(stream.blobs[name] for name in missing)
+                added = len(stream.record) + sum(stream.blobs[name] for name in missing)
                 if self.limit is None or self._index.total() + added <= self.limit:
-                    entry = self._entry(session, stream, len(data), record, added, match)
+                    entry = self._entry(session, stream, len(data), added, match)
                     self._blobs.write(missing)
                     dropped = self._index.set(self._tenant, entry, stream)
                     break
@@ -221,8 +221,8 @@ class SessionStore:
         self._clear(dropped)
         return entry
 
-    def _entry(self, session: str, stream: Stream, size: int, record: int, added: int, match: Match | None) -> Entry:
-        now, shared = time.time(), record + sum(stream.blobs.values()) - added
+    def _entry(self, session: str, stream: Stream, size: int, added: int, match: Match | None) -> Entry:
+        now, shared = time.time(), len(stream.record) + sum(stream.blobs.values()) - added
         if not shared and stream.reference is None:  # the codec made no use of it
             match = None
         return Entry(
@@ -241,16 +241,16 @@ class SessionStore:
             used=now,
         )
 
-    def _size_with_references(self, stream: Stream) -> int | None:
-        """Bytes of a stream's blobs and record, and those of the streams that it needs. None if one is gone."""
-        blobs, records = dict(stream.blobs), len(stream.to_bytes())
+    def _size_with_references(self, stream: Stream) -> int:
+        """Bytes of a stream's blobs and record, and of those of the streams that it needs."""
+        blobs, records = dict(stream.blobs), len(stream.record)
         while stream.reference is not None:
             reference = self._index.stream(self._tenant, stream.reference)
             if reference is None:
-                return None
+                raise StoreDamaged(f"stream {stream.reference} is missing")
             stream = reference
             blobs |= stream.blobs
-            records += len(stream.to_bytes())
+            records += len(stream.record)
         return records + sum(blobs.values())
 
     def _evict(self, stream: Stream) -> Collection[str]:

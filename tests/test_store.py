@@ -437,24 +437,52 @@ def test_a_reader_whose_session_is_replaced_meanwhile(
     assert store.get("session").tokens == TOKENS + 1
 
 
-def test_threads(store: SessionStore, put: Callable[..., Any], model: CausalModel) -> None:
+def test_a_reference_that_is_deleted_meanwhile(
+    store: SessionStore, put: Callable[..., Any], model: CausalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = model.tokens(1, TOKENS)
+    put(store, "first", ids)
+    plain, references = engine.encode, []
+
+    def slow(*args: Any, **options: Any) -> bytes:
+        stream = plain(*args, **options)
+        references.append(engine.inspect(stream)["reference"])
+        if "first" in {entry.name for entry in store.list()}:
+            store.delete("first")
+        return stream
+
+    monkeypatch.setattr("seqkv.engine.store.encode", slow)
+    assert put(store, "second", edited(ids)).depth == 0
+    assert references[0] is not None and references[1] is None
+    assert store.get("second").tokens == TOKENS
+    assert store.verify().clean and store.verify().streams == 1
+
+
+def test_threads_and_several_writers(
+    store: SessionStore, put: Callable[..., Any], model: CausalModel, profile: Profile
+) -> None:
+    """Two stores in one folder, as two processes have them, and two threads for each."""
     for i in range(4):
         put(store, str(i), model.tokens(i, 80))
     failures: list[BaseException] = []
 
-    def work(i: int) -> None:
+    def work(opened: SessionStore, i: int) -> None:
         try:
             for turn in range(4):
-                assert store.get(str(turn)).tokens == 80
-                put(store, f"{i} {turn}", model.tokens(10 * i + turn, 80 + i))
-                assert store.get(f"{i} {turn}").tokens == 80 + i
+                assert opened.get(str(turn)).tokens == 80
+                put(opened, f"{i} {turn}", model.tokens(turn, 80 + i))
+                assert opened.get(f"{i} {turn}").tokens == 80 + i
+                if turn:
+                    opened.delete(f"{i} {turn - 1}")
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with SessionStore(store_folder(store), profile=profile) as second:
+        threads = [threading.Thread(target=work, args=((store, second)[i % 2], i)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert not failures
-    assert len(store.list()) == 20 and store.verify().clean
+    assert {entry.name for entry in store.list()} == {"0", "1", "2", "3", "0 3", "1 3", "2 3", "3 3"}
+    assert store.verify().clean and store.verify().orphan_bytes == 0
