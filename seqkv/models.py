@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from seqkv.engine import SeqkvError
+from seqkv.engine import KVCache, SeqkvError
 
 SMOLLM2 = "smollm2"
 
@@ -56,3 +56,19 @@ def read_ids(source: Any, path: str | Path, offset: int = 0, count: int | None =
     if ids.size < offset + (count or 1):
         raise UsageError(f"{path}: has {ids.size} tokens, {offset + (count or 1)} are needed")
     return ids[offset:] if count is None else ids[offset : offset + count]
+
+
+def continuation(source: Any, ids: Any, kv: KVCache, count: int) -> str:
+    """The end of a text, and the `count` most probable tokens that follow it, read from its cache.
+
+    ids: the tokens of the cache; the last is read again, as a cache holds no predictions.
+    """
+    before = KVCache(
+        [k[:, :-1] for k in kv.keys],
+        [v[:, :-1] for v in kv.values],
+        positions=kv.positions[:-1],
+        rope=kv.rope,
+        dtype=kv.dtype,
+    )
+    follows = source.greedy(int(ids[-1]), before, count)
+    return f"... {source.tokenizer.decode(ids[-20:])!r}\n    {source.tokenizer.decode(follows)!r}"

@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.0")
 
-from tokenizers import Tokenizer, decoders, pre_tokenizers  # noqa: E402
-from tokenizers import models as token_models  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
-
-from seqkv import cli, display, engine, models  # noqa: E402
+from seqkv import cli, display, engine, models
+from tests import tiny_llama
 
 TEXTS = Path(engine.__file__).parent / "calibration_text"
 
@@ -23,19 +20,7 @@ TEXTS = Path(engine.__file__).parent / "calibration_text"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A directory with a small random model that reads bytes."""
-    folder = tmp_path_factory.mktemp("model")
-    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(token_models.BPE(alphabet, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=2, **sizes)).requires_grad_(False)
-    for parameter in llama.parameters():
-        parameter *= 4  # a fresh model hardly minds what is in its cache
-    llama.save_pretrained(folder)
-    return str(folder)
+    return tiny_llama.save(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
