@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,17 +16,25 @@ from bench.store_soak import ABSENT, Operation
 from seqkv.engine import KVCache
 
 
+def soak(tmp_path: Path, *options: str) -> Any:
+    """Its results. A process of its own, as it forks."""
+    command = [sys.executable, store_soak.__file__, "--out", str(tmp_path / "results"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((tmp_path / "results").read_text())
+
+
 def test_nothing_is_lost_or_mixed_up(tmp_path: Path) -> None:
-    results = store_soak.soak(tmp_path, sessions=12, kills=5, readers=2)
+    results = soak(tmp_path, "--sessions", "15", "--kills", "6", "--readers", "2")
     assert results["wrong"] == []
-    assert (results["sessions"], results["kills"]) == (12, 5)
+    assert (results["sessions"], results["kills"]) == (15, 6)
     assert results["reads"] > 20
 
 
 def test_nor_while_sessions_are_evicted(tmp_path: Path) -> None:
-    results = store_soak.soak(tmp_path, sessions=14, kills=2, readers=2, limit=60_000)
+    results = soak(tmp_path, "--sessions", "15", "--kills", "3", "--readers", "2", "--limit", "60000")
     assert results["wrong"] == []
-    assert 1 < results["sessions"] < 14 and results["bytes"] <= 60_000
+    assert 1 < results["sessions"] < 15 and results["bytes"] <= 60_000
     assert results["reads"] > 20
 
 
