@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from seqkv.engine import container, host, near, quantiser
+from seqkv.engine import container, host, importance, near, quantiser
 from seqkv.engine.align import Aligner
 from seqkv.engine.container import Buffer, Container, Section
 from seqkv.engine.errors import ProfileError, StreamError
@@ -23,6 +23,7 @@ from seqkv.engine.probs import TokenProbs
 from seqkv.engine.profile import Profile
 
 KEPT = 4  # decoded chunks that a reference keeps
+LARGEST_ID = (1 << 31) - 1  # that the aligner takes
 
 Find = Callable[[str], Buffer]
 """The stream with a key; raises if there is none."""
@@ -54,6 +55,8 @@ class Reference:
         self.aligned = Aligned.read(self.parsed, self.form, profile, find)
         self.known = Known.read(self.parsed, self.form, range(chunks(self.form.tokens)), self.aligned)
         self.token_ids = self.known.ids
+        if int(self.token_ids.max()) > LARGEST_ID:
+            raise StreamError(f"altered: token id {int(self.token_ids.max())} is beyond every vocabulary")
         self._decoded: OrderedDict[int, NDArray[np.float32]] = OrderedDict()
 
     @classmethod
@@ -72,6 +75,8 @@ class Reference:
         """
         find = given if callable(given) else None
         stream = given if find is None else find(str(form.reference))
+        if stream is None:
+            raise StreamError(f"the stream was coded against reference {form.reference}, which was not given")
         key, there = (stream.key, stream.form) if isinstance(stream, cls) else _key_and_form(stream)
         if key != form.reference:
             raise StreamError(f"the stream was coded against reference {form.reference}, the one given is {key}")
@@ -150,6 +155,8 @@ class Aligned:
             aligner.add(0, reference.token_ids)
             for run in aligner.align(token_ids):
                 index[run.start : run.start + run.length] = run.reference_start + np.arange(run.length)
+        sink_here, sink_there = np.arange(len(index)) < importance.SINKS, index < importance.SINKS
+        index[sink_here != sink_there] = NONE  # the same token is quite another where attention sinks
         return cls(index, reference)
 
     @classmethod
@@ -157,8 +164,6 @@ class Aligned:
         """Of a stream; None if it depends on no reference. given: as Reference.needed takes it."""
         if form.reference is None:
             return None
-        if given is None:
-            raise StreamError(f"the stream was coded against reference {form.reference}, which was not given")
         if profile is None:
             raise ProfileError(f"the stream was coded against a reference and with profile {form.profile}: give both")
         reference = Reference.needed(form, profile, given)
