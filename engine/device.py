@@ -25,7 +25,7 @@ from seqkv.engine.container import Container, Section
 from seqkv.engine.errors import ProbsError, StreamError
 from seqkv.engine.form import CHUNK, SCALES, Form, chunk_bounds, chunks
 from seqkv.engine.host import needed
-from seqkv.engine.matrices import Batch, forward_matrices, matrices
+from seqkv.engine.matrices import Batch, Decoded, forward_matrices, matrices
 from seqkv.engine.modes import Mode
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.target import Target
@@ -97,7 +97,7 @@ def decode_chunks(
         except CorruptGroup as error:
             raise StreamError(f"altered chunk: {error}") from error
         if mode.sequential:
-            mode.learn(xp.concatenate([decoded[block] for block in sorted(decoded)], axis=1))
+            mode.learn(decoded.whole())
 
 
 def empty(form: Form) -> Callable[[tuple[int, ...]], Any]:
@@ -119,25 +119,25 @@ class _Encoding:
     def add_layers(self, values: Callable[[int], Any]) -> None:
         """Predict, transform, quantise and code all layers. values(block) -> [tokens, channels]."""
         starts, xp = self.model.starts, device.cupy()
-        layers, decoded, waiting = len(starts) // 2, dict[int, Any](), []
+        layers, decoded, waiting = len(starts) // 2, Decoded(), []
         if not self.mode.sequential:
             self._know_scale(np.zeros(0, np.int64))
         for layer in range(layers):
             first, middle, last = starts[2 * layer : 2 * layer + 3]
             symbols = xp.empty((last - first, self.batch.columns), np.int32)
-            decoded[2 * layer] = self._code(2 * layer, values, decoded, symbols[: middle - first])
-            decoded[2 * layer + 1] = self._code(2 * layer + 1, values, decoded, symbols[middle - first :])
+            for block, part in ((2 * layer, symbols[: middle - first]), (2 * layer + 1, symbols[middle - first :])):
+                decoded.put(block, self._code(block, values, decoded, part))
             waiting.append((layer, symbols, coder.statistics(symbols, self.batch.first, self.batch.tokens)))
             if not self.mode.sequential:
                 self._add(*waiting.pop())
-                _forget(decoded, self.model.sources, layer)
+                decoded.forget(self.model.sources, layer)
         if self.mode.sequential:
             self._know_scale(np.concatenate([statistics.magnitude.get()[0] for _, _, statistics in waiting]))
             for one in waiting:
                 self._add(*one)
-            self.mode.learn(xp.concatenate([decoded[block] for block in range(2 * layers)], axis=1))
+            self.mode.learn(decoded.whole())
 
-    def _code(self, block: int, values: Callable[[int], Any], decoded: dict[int, Any], symbols: Any) -> Any:
+    def _code(self, block: int, values: Callable[[int], Any], decoded: Decoded, symbols: Any) -> Any:
         """Writes the symbols [coefs, columns] of a block; returns what a decoder makes of them."""
         xp, batch = device.cupy(), self.batch
         out, true = batch.predicted(self.model, block, decoded), values(block)
@@ -183,12 +183,10 @@ class _Encoding:
         return near.Loss(fisher, sums[:, 0], sums[:, 1], self.batch.columns)
 
 
-def _decode_layers(
-    mode: Mode, batch: Batch, decoder: coder.Decoder, base: Any, layers: int, store: _Store
-) -> dict[int, Any]:
+def _decode_layers(mode: Mode, batch: Batch, decoder: coder.Decoder, base: Any, layers: int, store: _Store) -> Decoded:
     """Decode `layers` layers and store them; returns the last blocks, all of them for a sequential mode."""
     model, xp = matrices(mode.model()), device.cupy()
-    decoded: dict[int, Any] = {}
+    decoded = Decoded()
     for layer in range(layers):
         first, middle, last = model.starts[2 * layer : 2 * layer + 3]
         symbols = xp.empty((last - first, batch.columns), np.int32)
@@ -199,10 +197,10 @@ def _decode_layers(
             residual = xp.empty(part.shape, np.float32)
             elementwise.dequantise(part, batch.steps[block], residual)
             multiply(residual.T, model.maps[block][1], out, accumulate=True)
-            decoded[block] = out
             store(block, out)
+            decoded.put(block, out)
         if not mode.sequential:
-            _forget(decoded, model.sources, layer)
+            decoded.forget(model.sources, layer)
     return decoded
 
 
@@ -250,13 +248,6 @@ class _Turns:
             turn = elementwise.Turn.of(cos * factor, sin * (-factor if back else factor), *rope.pairs())
             self._made[rope, back] = turn
         return self._made[rope, back]
-
-
-def _forget(decoded: dict[int, Any], sources: list[range], layer: int) -> None:
-    """Drop the blocks that no layer after this one is predicted from."""
-    yet = {source for block_sources in sources[2 * layer + 2 : 2 * layer + 4] for source in block_sources}
-    for block in [block for block in decoded if block not in yet]:
-        del decoded[block]
 
 
 def _batches(mode: Mode, some: range) -> Iterator[range]:

@@ -58,6 +58,43 @@ def forward_matrices(model: near.Model) -> list[Any]:
     return [device.cupy().asarray(x, np.float32) for x in model.forward]
 
 
+class Decoded:
+    """Decoded blocks [tokens, channels] that others are predicted from.
+
+    TF32 rounds a number to a part of its size, and keys may lie far from 0 for what they vary. So a block is kept as
+    what is left of it after a mean, and the mean is multiplied in float32.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[int, tuple[Any, Any]] = {}
+
+    def put(self, block: int, values: Any) -> None:
+        mean = values[: near.CHUNK].mean(axis=0, keepdims=True)
+        self._parts[block] = values - mean, mean
+
+    def add_products(self, sources: range, weights: Any, out: Any) -> None:
+        """out += sources side by side @ weights."""
+        constant, row = device.cupy().zeros((1, out.shape[1]), np.float32), 0
+        for source in sources:
+            rest, mean = self._parts[source]
+            part = weights[row : row + rest.shape[1]]
+            multiply(rest, part, out, accumulate=True)
+            multiply(mean, part, constant, accumulate=True, exact=True)
+            row += rest.shape[1]
+        if len(sources):
+            out += constant
+
+    def forget(self, sources: list[range], layer: int) -> None:
+        """Drop the blocks that no layer after this one is predicted from."""
+        yet = {source for later in sources[2 * layer + 2 : 2 * layer + 4] for source in later}
+        for block in [block for block in self._parts if block not in yet]:
+            del self._parts[block]
+
+    def whole(self) -> Any:
+        """All that is there, side by side in order: [tokens, channels]."""
+        return device.cupy().concatenate([rest + mean for _, (rest, mean) in sorted(self._parts.items())], axis=1)
+
+
 class Batch:
     """Tokens that are coded together, a column each, and what the decoder knows of them.
 
@@ -94,17 +131,13 @@ class Batch:
     def columns(self) -> int:
         return self.stop - self.start
 
-    def predicted(self, model: Matrices, block: int, decoded: dict[int, Any]) -> Any:
+    def predicted(self, model: Matrices, block: int, decoded: Decoded) -> Any:
         """What `block` is expected to hold, [tokens, channels]. decoded: blocks before it, those it is predicted from
         at least."""
         start, end = model.starts[block : block + 2]
         out = device.cupy().empty((self.columns, end - start), np.float32)
         self._from_tokens(model.token_map[:, start:end], model.bias[start:end], out)
-        weights, row = model.maps[block][0], 0
-        for source in model.sources[block]:
-            values = decoded[source]
-            multiply(values, weights[row : row + values.shape[1]], out, accumulate=True)
-            row += values.shape[1]
+        decoded.add_products(model.sources[block], model.maps[block][0], out)
         if self.start == 0:
             sinks = out[: importance.SINKS]
             sinks += model.sink_bias[: len(sinks), start:end]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from seqkv.cuda_kernels import device, elementwise
 from seqkv.cuda_kernels.linear import multiply
 from seqkv.engine import KVCache, Profile, Rope, TokenProbs, importance, prediction, quantiser
-from seqkv.engine.matrices import Batch, matrices
+from seqkv.engine.matrices import Batch, Decoded, matrices
 from seqkv.engine.modes import Calibrated
 from seqkv.entropy_coding.contexts import LOWEST_OCTAVE, UNITS
 
@@ -153,14 +153,16 @@ def cache(sizes: Sizes, of: Profile, probs: TokenProbs, span: int) -> KVCache:
         turn = elementwise.Turn.of(*rope.tables(positions), *rope.pairs())
         alike = np.zeros((sizes.layers, sizes.tokens), np.uint8)
         batch = Batch(np.array([[start, stop]]), Calibrated(of), probs, alike, [0])
-        decoded: dict[int, Any] = {}
+        decoded = Decoded()
         for block in range(len(of.widths)):
             layer, is_value = divmod(block, 2)
-            out = decoded[block] = batch.predicted(model, block, decoded)
+            out = batch.predicted(model, block, decoded)
             coefs = residuals(of, block, stop - start, start * len(of.widths) + block)
             multiply(coefs.T, model.maps[block][1], out, accumulate=True)
             elementwise.to_heads(out, None if is_value else turn, None, sides[is_value][layer][None, :, start:stop])
-            decoded = {b: x for b, x in decoded.items() if b >= 2 * (layer - of.depth)}
+            decoded.put(block, out)
+            if is_value:
+                decoded.forget(model.sources, layer)
     return KVCache.of_parts(sides[0], sides[1], "bfloat16", np.arange(sizes.tokens), [rope] * sizes.layers)
 
 
