@@ -18,6 +18,7 @@ from seqkv.engine.errors import CacheError, CalibrationError, ProbsError, Profil
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.profile import Profile
 from seqkv.engine.reference import Reference, stream_key
+from seqkv.engine.store import SessionStore
 
 __all__ = [
     "CacheError",
@@ -30,6 +31,7 @@ __all__ = [
     "Reference",
     "Rope",
     "SeqkvError",
+    "SessionStore",
     "StreamError",
     "TokenProbs",
     "calibrate",
