@@ -62,7 +62,10 @@ def continuation(source: Any, ids: Any, kv: KVCache, count: int) -> str:
     """The end of a text, and the `count` most probable tokens that follow it, read from its cache.
 
     ids: the tokens of the cache; the last is read again, as a cache holds no predictions.
+    UsageError if there is no other.
     """
+    if kv.tokens < 2:
+        raise UsageError("a cache of one token cannot be continued from: it is read again, after those before it")
     before = KVCache(
         [k[:, :-1] for k in kv.keys],
         [v[:, :-1] for v in kv.values],

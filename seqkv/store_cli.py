@@ -147,10 +147,8 @@ def stats(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(asdict(found), indent=2))
         return
-    print(
-        f"{found.sessions:,} sessions of {found.tokens:,} tokens; as streams of their own {found.stream_bytes:,} bytes"
-    )
-    print(f"{found.stored_bytes:,} bytes stored, of {found.tenants:,} tenants")
+    print(f"{found.sessions:,} sessions of {found.tokens:,} tokens, in streams of {found.stream_bytes:,} bytes")
+    print(f"{found.stored_bytes:,} bytes stored" + (f", of {found.tenants:,} tenants" if found.tenants > 1 else ""))
 
 
 def existing(args: argparse.Namespace, profile: engine.Profile | None = None) -> SessionStore:
@@ -189,12 +187,12 @@ def show(title: str, entries: Sequence[Entry]) -> None:
             str(entry.depth),
             f"{entry.stream_bytes:,}",
             f"{entry.own_bytes:,}",
-            f"{entry.own_bytes / entry.stream_bytes:.0%}",
+            f"{entry.shared_bytes:,}",
             f"{entry.uses:,}",
             time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.created)),
         )
         for entry in entries
     ]
-    total = (sum(entry.stream_bytes for entry in entries), sum(entry.own_bytes for entry in entries))
     display.table(f"{title}: what its sessions cost, in bytes", columns, rows)
-    print(f"{len(entries):,} sessions, streams of {total[0]:,} bytes, of which {total[1]:,} were added to the store")
+    added, shared = (sum(getattr(entry, name) for entry in entries) for name in ("own_bytes", "shared_bytes"))
+    print(f"{len(entries):,} sessions: {added:,} bytes added, {shared:,} were there already")

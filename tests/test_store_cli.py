@@ -76,7 +76,8 @@ def test_ls_shows_every_session(store: str, capsys: pytest.CaptureFixture[str]) 
     shown, second = out(capsys, "store", "ls", store), listed(capsys, store)["second"]
     (line,) = (line for line in shown.splitlines() if "second" in line)
     assert "first" in line and f"{second['own_bytes']:,}" in line and f"{second['shared_tokens']:,} (" in line
-    assert "2 sessions" in shown
+    total = sum(entry["own_bytes"] for entry in listed(capsys, store).values())
+    assert f"2 sessions: {total:,} bytes added" in shown
 
 
 @pytest.mark.parametrize("name", ["first", "second"])
@@ -147,6 +148,8 @@ def test_refusals(store: str, model: str, profile: str, tmp_path: Path, capsys: 
     assert "no tokens" in refused(capsys, "store", "put", store, "third", *use, "--prompt", "")
     assert "nothing.txt" in refused(capsys, "store", "put", store, "third", *use, "--text", "nothing.txt")
     assert set(listed(capsys, store)) == {"first", "second"}
+    out(capsys, "store", "put", store, "short", *use, "--prompt", "a")
+    assert "one token" in refused(capsys, "store", "get", store, "short", *use, "--continue", "1")
 
 
 @pytest.mark.parametrize(
