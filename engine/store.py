@@ -16,6 +16,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from seqkv.engine import objects, upkeep
 from seqkv.engine.blobs import BlobMissing, Blobs
 from seqkv.engine.cache import KVCache
@@ -72,9 +75,10 @@ class SessionStore:
         with _naming(f"store {path}"):
             self._objects: objects.Objects
             self._index: Index
-            if "://" not in str(path):
-                self._objects = objects.Files(Path(path))
-                self._index = SqliteIndex(Path(path) / "index.sqlite", timeout)
+            local = str(path).removeprefix("file://")
+            if "://" not in local:
+                self._objects = objects.Files(Path(local))
+                self._index = SqliteIndex(Path(local) / "index.sqlite", timeout)
             else:
                 redis = str(path).startswith(("redis://", "rediss://", "unix://"))
                 self._objects = objects.Redis(str(path)) if redis else objects.Bucket(str(path))
@@ -122,6 +126,17 @@ class SessionStore:
             )
             self._touch(session)
             return cache
+
+    def streams(self, session: str) -> dict[str, Buffer]:
+        """A session's stream, and then those that it needs to be decoded, by key: for `engine.decode_into` and the
+        like, with `reference=streams.__getitem__`. Raises what `get` raises."""
+        with _naming(f"session {_checked(session)!r}"):
+            return self._read(session)[1]
+
+    def token_ids(self, session: str) -> NDArray[np.int32]:
+        """A session's tokens. SessionError, StoreDamaged, StoreError."""
+        with _naming(f"session {_checked(session)!r}"):
+            return self._read(session)[0].chain[0].token_ids
 
     def list(self) -> Sequence[Entry]:
         """All sessions, the oldest first."""

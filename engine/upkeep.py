@@ -96,12 +96,14 @@ def verify(index: Index, blobs: Blobs, tenant: str) -> Report:
 
 def compact(index: Index, blobs: Blobs, objects: Objects) -> int:
     """See SessionStore.compact."""
-    index.compact()
-    with index.writing():
-        there, needed = blobs.all(), index.needed()
-        orphans = there.keys() - needed
-        blobs.delete(orphans)
-        objects.tidy()
+    try:
+        index.compact()
+    finally:  # although a full disk may have no room for that
+        with index.writing():
+            there, needed = blobs.all(), index.needed()
+            orphans = there.keys() - needed
+            blobs.delete(orphans)
+            objects.tidy()
     return sum(there[name] for name in orphans)
 
 

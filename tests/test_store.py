@@ -127,6 +127,19 @@ def test_what_sessions_share_is_stored_once_and_loses_no_more(
     assert report.blobs == len(blobs(store))
 
 
+def test_streams_and_tokens(store: SessionStore, put: Callable[..., Any], model: CausalModel, profile: Profile) -> None:
+    ids = model.tokens(1, TOKENS)
+    keys = [put(store, "first", ids).key, put(store, "second", edited(ids)).key]
+    streams = store.streams("second")
+    assert list(streams) == keys[::-1] and list(store.streams("first")) == keys[:1]
+    decoded = engine.decode(streams[keys[1]], profile=profile, reference=streams.__getitem__)
+    assert same(decoded, store.get("second"))
+    np.testing.assert_array_equal(store.token_ids("second"), edited(ids))
+    for ask in (store.streams, store.token_ids):
+        with pytest.raises(SessionError, match="'third'"):
+            ask("third")
+
+
 def test_deleting_a_reference_harms_nobody(store: SessionStore, put: Callable[..., Any], model: CausalModel) -> None:
     ids = model.tokens(1, TOKENS)
     put(store, "first", ids)
@@ -408,7 +421,7 @@ def test_a_second_writer_waits_and_gives_up(
 ) -> None:
     with (
         SessionStore(tmp_path, profile=profile) as first,
-        SessionStore(tmp_path, profile=profile, timeout=0.1) as second,
+        SessionStore(f"file://{tmp_path}", profile=profile, timeout=0.1) as second,
     ):
         put(first, "session", model.tokens(1, 40))
         with first._index.writing():
