@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,25 @@ class ModelSource:
             state.update(json.dumps([list(parameter.shape), values.tolist()]).encode())
         return state.hexdigest()
 
+    @functools.cached_property
+    def tokenizer_fingerprint(self) -> str | None:
+        """16 hexadecimal digits, the same for the same vocabulary; None if there is no tokenizer."""
+        if self.tokenizer is None:
+            return None
+        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()))
+        return xxhash.xxh3_64_hexdigest(vocabulary.encode())
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What the last bits of a recomputed cache depend on."""
+        where = self.model.device
+        return {
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name(where) if where.type == "cuda" else where.type,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+        }
+
     def embedding(self) -> NDArray[np.float32]:
         """The embedding table, [vocab, width] float32: the model's own memory if it is float32 on the CPU."""
         return self.model.get_input_embeddings().weight.detach().float().cpu().numpy()
@@ -82,6 +102,26 @@ class ModelSource:
             out = self._forward(ids, use_cache=True)
             probs = TokenProbs.from_logits(out.logits[0], ids)
         return hf.to_kv(out[self._cache_kwarg], self.model), probs, attention.importance()
+
+    def recompute(self, ids: Any) -> KVCache:
+        """The cache of all ids, from one forward."""
+        with torch.inference_mode():
+            return hf.to_kv(self._forward(ids, use_cache=True, logits_to_keep=1)[self._cache_kwarg], self.model)
+
+    def stepper(self) -> Callable[[int], NDArray[np.float32]]:
+        """A function that takes one id after the other, and returns the logits [vocab] of what follows.
+
+        A forward for each id: nothing else can be done where an id follows from the logits before it.
+        """
+        cache: dict[str, Any] = {}
+
+        def step(token: int) -> NDArray[np.float32]:
+            with torch.inference_mode():
+                out = self._forward([token], use_cache=True, **cache)
+            cache[self._cache_kwarg] = out[self._cache_kwarg]
+            return out.logits[0, -1].float().cpu().numpy()
+
+        return step
 
     def fisher(self, ids: Any, kv: KVCache) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
         """A sample of how the predictions of the continuation depend on the cache of the tokens before.

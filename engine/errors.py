@@ -39,6 +39,14 @@ class StreamError(SeqkvError):
     """
 
 
+class RecomputeError(SeqkvError):
+    """A model is missing, or is another one, or does not give again what a stream of the tokens tier was made from.
+
+    The message names the chunk and the layer from which on it differs, and what of library, device, dtype or threads
+    is not as it was. Decode with these, or recompute the cache from `token_ids` and use it as a new one.
+    """
+
+
 class SessionError(SeqkvError):
     """A session is not known, or is known already.
 

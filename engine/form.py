@@ -12,6 +12,8 @@ from seqkv.engine.container import Container, Section
 from seqkv.engine.errors import SeqkvError, StreamError
 
 TOKENS, TOPK_IDS, TOPK_PROBS, POSITIONS, CLASSES, CHUNK, CHANNELS, SCALES, RUNS, DELTA, MEANS = range(1, 12)  # kinds
+TOKEN_IDS, DIGESTS = 40, 41  # of the tokens tier
+SEAL = 16  # bytes before the digests
 NAMES = {
     TOKENS: "token ids",
     TOPK_IDS: "top-k ids",
@@ -24,7 +26,10 @@ NAMES = {
     RUNS: "runs",
     DELTA: "deltas",
     MEANS: "mean deltas",
+    TOKEN_IDS: "token ids",
+    DIGESTS: "digests",
 }
+TIERS = ("near", "lossless", "tokens")
 _MOST_TOKENS = 1 << 31
 MAX_DEPTH = 3  # how long chains of references get
 
@@ -35,19 +40,22 @@ class Form:
     def __init__(self, parsed: Container) -> None:
         header = parsed.header
         try:
-            if header["tier"] != "near":
-                raise StreamError(f"tier {header['tier']!r} is not known to this version")
+            self.tier: str = header["tier"]
+            if self.tier not in TIERS:
+                raise StreamError(f"tier {self.tier!r} is not known to this version")
             self.dtype: str = header["dtype"]
             self.storage = np.dtype({"float32": "f4", "float16": "f2", "bfloat16": "f4"}[self.dtype])
             self.tokens = _count(header["tokens"], _MOST_TOKENS)
             self.shape = tuple((_count(h), _count(k), _count(v)) for h, k, v in header["shape"])
+            if len(self.shape) == 1:
+                self.shape *= _count(header.get("layers", 1))  # all alike
             self.profile: str | None = header["profile"]
             self.reference: str | None = header.get("reference")
             self.depth = 0 if self.reference is None else _count(header["depth"], MAX_DEPTH)
-            self.steps = [int(i) for i in header["steps"]]
+            self.steps = [int(i) for i in header["steps"]]  # of chunks, in the near tier
             ropes = [None if r is None else Rope.from_dict(r) for r in header["ropes"]]
             self.rope = [ropes[i] for i in header["rope"]] if len(ropes) > 1 else ropes * len(self.shape)
-            self._check()  # before anything of their size is made
+            self._check(parsed)  # before anything of their size is made
             if header.get("positions") == "arange":
                 self.positions = np.arange(self.tokens, dtype=np.int64)
             else:
@@ -59,11 +67,15 @@ class Form:
         if (self.positions[1:] <= self.positions[:-1]).any() or self.positions[0] < 0:
             raise StreamError("altered: positions do not increase")
 
-    def _check(self) -> None:
+    def _check(self, parsed: Container) -> None:
         """StreamError unless the numbers fit together."""
         fine = all(rate_control.COARSEST <= i <= rate_control.FINEST for i in self.steps)
-        if not self.shape or len(self.rope) != len(self.shape) or len(self.steps) != chunks(self.tokens) or not fine:
+        steps = chunks(self.tokens) if self.tier == "near" else 0
+        if not self.shape or len(self.rope) != len(self.shape) or len(self.steps) != steps or not fine:
             raise StreamError("altered: the header contradicts itself")
+        digests = SEAL + chunks(self.tokens) * (1 + len(self.shape))
+        if self.tier == "tokens" and parsed.length(DIGESTS) != digests:
+            raise StreamError("altered: there are more or fewer digests than the header has chunks and layers")
         for rope, (_, width, _) in zip(self.rope, self.shape, strict=True):
             # the compiled rotation does not check its indices
             if rope is not None and rope.rotary_dim > width:

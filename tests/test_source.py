@@ -69,6 +69,34 @@ def test_prefill_is_what_the_model_computes() -> None:
     np.testing.assert_allclose(make(model).logprobs(IDS, kv).numpy(), expected[CONTEXT:].numpy(), atol=1e-4)
 
 
+def test_recompute_and_steps() -> None:
+    s = make(llama())
+    ids = IDS[:CONTEXT]
+    assert s.recompute(ids).digest() == s.recompute(torch.from_numpy(ids)).digest() == s.prefill(ids)[0].digest()
+    step = s.stepper()
+    steps = np.stack([step(int(i)) for i in ids])
+    assert steps.dtype == np.float32 and steps.shape == (CONTEXT, 97)
+    with torch.inference_mode():
+        np.testing.assert_allclose(steps, s.model(torch.from_numpy(ids)[None]).logits[0].numpy(), atol=1e-4)
+    np.testing.assert_array_equal(s.stepper()(int(ids[0])), steps[0])  # a new one knows nothing
+
+
+def test_says_what_it_computes_on() -> None:
+    class Tokenizer:
+        def __init__(self, *words: str) -> None:
+            self.words = words
+
+        def get_vocab(self) -> dict[str, int]:
+            return {word: i for i, word in enumerate(self.words)}
+
+    assert make(llama()).tokenizer_fingerprint is None
+    fingerprints = [make(llama(), Tokenizer(*words)).tokenizer_fingerprint for words in ("ab", "ba", "ab")]
+    assert fingerprints[0] == fingerprints[2] != fingerprints[1]
+    found = make(llama().bfloat16()).environment
+    assert (found["device"], found["dtype"]) == ("cpu", "bfloat16")
+    assert (found["torch"], found["threads"]) == (torch.__version__, torch.get_num_threads())
+
+
 @pytest.mark.parametrize("rope", [None, YARN])
 def test_fisher_is_the_gradient(monkeypatch: pytest.MonkeyPatch, rope: dict[str, Any] | None) -> None:
     """Against finite differences along random directions, each layer's keys and values on their own."""
