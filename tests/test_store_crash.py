@@ -38,23 +38,23 @@ def test_nor_while_sessions_are_evicted(tmp_path: Path) -> None:
     assert results["reads"] > 20
 
 
-def test_what_is_wrong_is_seen(tmp_path: Path) -> None:
-    journal = store_soak.Journal(tmp_path / "journal")
+def test_what_is_wrong_is_seen() -> None:
+    digests: dict[Operation, int] = {}
     kv = store_soak.truth(3, 2)[0]
-    assert store_soak.check(3, kv, {1, 2}, journal) is None
-    assert store_soak.check(3, None, {2, ABSENT}, journal) is None
-    assert store_soak.check(3, None, {2}, journal)  # lost
-    assert store_soak.check(3, kv, {1}, journal)  # another version
-    assert store_soak.check(3, kv, {ABSENT}, journal)  # deleted
-    assert store_soak.check(4, kv, {2}, journal)  # another session
+    assert store_soak.check(3, kv, {1, 2}, digests) is None
+    assert store_soak.check(3, None, {2, ABSENT}, digests) is None
+    assert store_soak.check(3, None, {2}, digests)  # lost
+    assert store_soak.check(3, kv, {1}, digests)  # another version
+    assert store_soak.check(3, kv, {ABSENT}, digests)  # deleted
+    assert store_soak.check(4, kv, {2}, digests)  # another session
     other = store_soak.truth(3 + store_soak.FAMILIES + 1, 2)[0]
     keys = [np.resize(key, kv.keys[0].shape) for key in other.keys]
     mixed = KVCache(keys, kv.values, positions=kv.positions, rope=kv.rope)
-    assert store_soak.check(3, mixed, {2}, journal)
-    journal.digests[Operation(3, 2)] = store_soak.digest_of(kv)
-    assert store_soak.check(3, kv, {2}, journal) is None
-    journal.digests[Operation(3, 2)] += 1
-    assert store_soak.check(3, kv, {2}, journal)
+    assert store_soak.check(3, mixed, {2}, digests)
+    digests[Operation(3, 2)] = store_soak.digest_of(kv)
+    assert store_soak.check(3, kv, {2}, digests) is None
+    digests[Operation(3, 2)] += 1
+    assert store_soak.check(3, kv, {2}, digests)
 
 
 def test_the_journal(tmp_path: Path) -> None:
