@@ -285,9 +285,10 @@ class SessionStore:
         return self._index.remove(tenant, name) or []
 
     def _clear(self, blobs: Collection[str]) -> None:
-        """Deletes those of some blobs that nobody needs; only after what needed them is gone for good."""
+        """Deletes those of some blobs that nobody needs; only after what needed them is gone for good. What was asked
+        for is done by then: where this fails, the blobs are left to `compact`."""
         if blobs:
-            with self._index.writing():
+            with contextlib.suppress(StoreError, OSError), self._index.writing():
                 self._blobs.delete(set(blobs) - self._index.needed(blobs))
 
     def _read(self, session: str) -> tuple[Found, dict[str, Buffer]]:

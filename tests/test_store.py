@@ -387,6 +387,26 @@ def test_a_full_disk(
     assert store.get("second").tokens == TOKENS and store.verify().clean
 
 
+def test_what_cannot_be_cleared_away_is_left_over(
+    store: SessionStore, put: Callable[..., Any], model: CausalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "replaced", model.tokens(1, TOKENS))
+    put(store, "deleted", model.tokens(2, TOKENS))
+
+    def refuse(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store._objects, "delete", refuse)
+        put(store, "replaced", model.tokens(3, TOKENS))
+        store.delete("deleted")
+    assert store.get("replaced").tokens == TOKENS and len(store.list()) == 1
+    report = store.verify()
+    assert report.clean and report.orphan_bytes > 0
+    assert store.compact() == report.orphan_bytes
+    assert store.verify().orphan_bytes == 0 and store.get("replaced").tokens == TOKENS
+
+
 def test_a_disk_that_is_really_full(
     tmp_path: Path, put: Callable[..., Any], model: CausalModel, profile: Profile
 ) -> None:
