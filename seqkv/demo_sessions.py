@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import seqkv
-from seqkv import display, engine, evaluate, models, session_texts, store_cli
+from seqkv import display, engine, evaluate, models, session_texts
 from seqkv.demo import cached_profile
 from seqkv.engine import container, form
 from seqkv.engine.container import Buffer, Container
@@ -74,27 +74,32 @@ def origin(stream: Buffer, reference: Buffer | None, alone: Buffer) -> Origin:
     coded without."""
     parsed, without = Container.parse(stream), Container.parse(alone)
     about = form.Form(parsed)
-    held = np.zeros(about.tokens)
+    aligned = copied = spent = replaced = 0
     if about.reference is not None:
-        for start, _, length in container.unpack(parsed.section(form.RUNS), np.int64, max_items=3 * about.tokens):
-            held[start : start + length] = 1
-    copied, spent, saved = 0, 0, 0.0
+        runs = container.unpack(parsed.section(form.RUNS), np.int64, max_items=3 * about.tokens)
+        aligned = int(runs[:, 2].sum())
     for chunk in range(form.chunks(about.tokens)):
         start, stop = form.chunk_bounds(chunk, about.tokens)
-        spent += sum(parsed.length(*s) for s in ((form.DELTA, chunk), (form.MEANS, chunk)) if s in parsed.sections)
-        saved += held[start:stop].mean() * without.length(form.CHUNK, chunk)
-        if copied == start and reference is not None and _copied(parsed, Container.parse(reference), chunk):
+        if (form.DELTA, chunk) in parsed.sections:
+            spent += parsed.length(form.DELTA, chunk) + parsed.length(form.MEANS, chunk)
+            # what the chunk's other tokens cost, they cost alone too
+            replaced += without.length(form.CHUNK, chunk) - parsed.length(form.CHUNK, chunk)
+        elif copied == start and reference is not None and _copied(parsed, Container.parse(reference), chunk):
             copied = stop
-    aligned = int(held.sum())
-    return Origin(copied, aligned, about.tokens - copied - aligned, spent / saved if saved else None)
+    return Origin(copied, aligned, about.tokens - copied - aligned, spent / replaced if replaced > 0 else None)
 
 
 def _copied(parsed: Container, reference: Container, chunk: int) -> bool:
     """Whether a chunk is the reference's, byte for byte."""
-    if (form.DELTA, chunk) in parsed.sections or (form.CHUNK, chunk) not in reference.sections:
+    if (form.CHUNK, chunk) not in reference.sections:
         return False
     kinds = (form.TOKENS, form.CLASSES, form.CHUNK)
     return all(parsed.section(kind, chunk) == reference.section(kind, chunk) for kind in kinds)
+
+
+def stream_of(store: SessionStore, session: str) -> Buffer:
+    """A stored session's stream."""
+    return next(iter(store.streams(session).values()))
 
 
 def measure(source: Any, store: SessionStore, session: Session, streams: Mapping[str, Buffer]) -> Row:
@@ -108,13 +113,12 @@ def measure(source: Any, store: SessionStore, session: Session, streams: Mapping
     kl_alone, _ = source.divergence(ids, engine.decode(alone, profile=store.profile), subject.reference)
     entry = store.put(session.name, subject.kv, subject.probs, **options)
     kl, top1 = source.divergence(ids, store.get(session.name), subject.reference)
-    stream, _ = store_cli.streams_of(store, session.name)
     return Row(
         session=session.name,
         tokens=entry.tokens,
         reference=entry.reference,
         depth=entry.depth,
-        **asdict(origin(stream, streams[entry.reference] if entry.reference else None, alone)),
+        **asdict(origin(stream_of(store, session.name), streams.get(entry.reference or ""), alone)),
         alone_bytes=len(alone),
         stored_bytes=entry.own_bytes,
         kl_requested=KL,
@@ -145,7 +149,7 @@ def run(out: Path, fresh: bool = False, folder: Path | None = None) -> None:
         for session in sessions:
             report(len(rows) / len(sessions), f"{session.name}: prefill, put, get, continue")
             rows.append(measure(source, store, session, streams))
-            streams[session.name] = store_cli.streams_of(store, session.name)[0]
+            streams[session.name] = stream_of(store, session.name)
         report(1.0, "verifying the store")
         stored, clean = store.stats().stored_bytes, store.verify().clean
     found = summary(rows, stored, clean) | {"model": source.fingerprint, "profile": profile.fingerprint}
@@ -179,20 +183,8 @@ def summary(rows: list[Row], stored: int, clean: bool) -> dict[str, Any]:
 
 def show(rows: list[Row], found: dict[str, Any]) -> None:
     """Print a table, and what it comes to. found: from `summary`."""
-    columns = (
-        "session",
-        "tokens",
-        "reference",
-        "copied",
-        "aligned",
-        "at",
-        "new",
-        "alone",
-        "stored",
-        "share",
-        "KL",
-        "alone",
-    )
+    columns = ["session", "tokens", "reference", "copied", "aligned", "at", "new"]
+    columns += ["alone", "stored", "share", "KL", "KL alone"]
     table = [
         (
             row.session,
@@ -215,10 +207,12 @@ def show(rows: list[Row], found: dict[str, Any]) -> None:
     )
     display.table(title, columns, table)
     total = found["total"]
-    kl = np.mean([row.kl for row in rows])
+    kl, kl_alone = np.mean([(row.kl, row.kl_alone) for row in rows], axis=0)
+    state = "clean" if total["verified"] else "damaged"
+    print("At: what aligned tokens cost, of what they would alone.")
     print(
-        f"{len(rows)} sessions: {total['alone_bytes']:,} bytes alone, {total['stored_bytes']:,} in the store, all told"
-        f" ({total['share']:.0%}), which is {'clean' if total['verified'] else 'damaged'}. KL in the mean {kl:.4f}."
+        f"{len(rows)} sessions: {total['alone_bytes']:,} bytes alone, {total['stored_bytes']:,} in the store, all told "
+        f"({total['share']:.0%}), which is {state}. Mean KL {kl:.4f}, alone {kl_alone:.4f}."
     )
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from seqkv import arguments, display, engine, models
-from seqkv.engine.container import Buffer
 from seqkv.engine.records import Entry
 from seqkv.engine.store import SessionStore
 from seqkv.models import UsageError
@@ -99,8 +98,7 @@ def get(args: argparse.Namespace) -> None:
         start = time.perf_counter()
         kv = store.get(args.name)
         print(f"{kv} in {time.perf_counter() - start:.2f} s")
-        stream, streams = streams_of(store, args.name)
-        ids = engine.token_ids(stream, reference=streams.__getitem__, profile=profile)
+        ids = store.token_ids(args.name)
     source = models.load(args.model)
     arguments.check_layers(kv, source, args.name)
     if args.count:
@@ -153,15 +151,10 @@ def stats(args: argparse.Namespace) -> None:
 
 def existing(args: argparse.Namespace, profile: engine.Profile | None = None) -> SessionStore:
     """A store that is there: reading makes none."""
-    if "://" not in args.store and not (Path(args.store) / "index.sqlite").is_file():
+    local = args.store.removeprefix("file://")
+    if "://" not in local and not (Path(local) / "index.sqlite").is_file():
         raise UsageError(f"{args.store}: there is no store here (seqkv store put makes one)")
     return SessionStore(args.store, profile=profile, tenant=args.tenant)
-
-
-def streams_of(store: SessionStore, session: str) -> tuple[Buffer, dict[str, Buffer]]:
-    """A session's stream, and by key all that are needed to decode it."""
-    found, streams = store._read(session)
-    return streams[found.entry.key], streams
 
 
 def show(title: str, entries: Sequence[Entry]) -> None:

@@ -71,7 +71,7 @@ def test_measure_puts_and_gets(model: CausalModel, profile: Profile, tmp_path: P
         rows = []
         for session in sessions:
             rows.append(demo_sessions.measure(model, store, session, kept))
-            kept[session.name] = demo_sessions.store_cli.streams_of(store, session.name)[0]
+            kept[session.name] = demo_sessions.stream_of(store, session.name)
         entries = {entry.name: entry for entry in store.list()}
     first, second = rows
     assert (first.reference, first.tokens, first.new) == (None, 700, 700) and first.kl == first.kl_alone

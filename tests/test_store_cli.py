@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.0")
 
-from seqkv import cli, engine, models, store_cli
+from seqkv import cli, engine, models
 from seqkv.engine.store import SessionStore
 from tests import tiny_llama
 
@@ -125,19 +125,12 @@ def test_tenants_do_not_see_each_other(store: str, capsys: pytest.CaptureFixture
     assert "first" in listed(capsys, store)
 
 
-def test_streams_of_are_what_decode_takes(store: str, profile: str) -> None:
-    given = engine.Profile.load(profile)
-    with SessionStore(store, profile=given) as opened:
-        stream, streams = store_cli.streams_of(opened, "second")
-        decoded, stored = engine.decode(stream, profile=given, reference=streams.__getitem__), opened.get("second")
-    assert all((a == b).all() for a, b in zip(decoded.keys + decoded.values, stored.keys + stored.values, strict=True))
-
-
 def test_refusals(store: str, model: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     use = ("--model", model, "--profile", profile)
     nowhere = str(tmp_path / "nowhere")
     for action in (("ls",), ("verify",), ("stats",)):
         assert "no store here" in refused(capsys, "store", *action, nowhere)
+        assert "no store here" in refused(capsys, "store", *action, f"file://{nowhere}")
     assert "no store here" in refused(capsys, "store", "rm", nowhere, "first")
     assert "no store here" in refused(capsys, "store", "get", nowhere, "first", *use)
     assert "no such directory" in refused(capsys, "store", "put", nowhere, "a", "--model", "nothing", "--prompt", "b")
