@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from seqkv import __version__, arguments, display, engine, models, store_cli
+from seqkv import __version__, arguments, display, engine, models, plan_cli, store_cli
 from seqkv.engine import SeqkvError
 from seqkv.models import UsageError
 
@@ -93,10 +93,13 @@ def parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--offset", type=int, default=0, metavar="N", help="token of the text to start at (0)")
     one.add_argument("--memory", action="store_true", help="measure the peak memory as well (Linux)")
+    one.add_argument("--tier", choices=("near", "tokens"), default="near", help="what of the cache is stored (near)")
+    one.add_argument("--archive", action="store_true", help="tokens: code them at their surprisal under the model")
     one.add_argument("--json", action="store_true", help="print JSON")
     arguments.quality(one)
 
     store_cli.add(commands)
+    plan_cli.add(commands)
 
     one = command("gpu-check", check_gpu, "Compare this machine's GPU with the CPU, and measure it.")
     one.add_argument("--out", type=Path, metavar="FILE", help="where to write JSON")
@@ -190,6 +193,11 @@ def info(args: argparse.Namespace) -> None:
 def evaluate_texts(args: argparse.Namespace) -> None:
     from seqkv import evaluate
 
+    if args.tier == "tokens":
+        evaluate_tokens(args)
+        return
+    if args.archive:
+        raise UsageError("--archive belongs to --tier tokens")
     profile = arguments.profile(args.profile)
     arguments.check_quality(args.kl, args.step)
     if args.offset < 0:
@@ -245,6 +253,50 @@ def evaluate_texts(args: argparse.Namespace) -> None:
         f"{args.model}: the cache of {args.context:,} tokens; KL (nats) and top-1 over the next {args.continuation:,}"
     )
     display.table(title, columns, rows)
+
+
+def evaluate_tokens(args: argparse.Namespace) -> None:
+    from seqkv.evaluate_tokens import measure
+
+    if args.offset < 0:
+        raise UsageError("--offset must not be negative")
+    with display.progress("eval") as report:
+        report(0.0, "loading the model")
+        source = models.load(args.model, args.context)
+        texts = {path: models.read_ids(source, path, args.offset, args.context) for path in args.text}
+        results = []
+        for i, (path, ids) in enumerate(texts.items()):
+            report(i / len(texts), f"{path}: encode, decode")
+            results.append(measure(source, path, ids, args.archive))
+    if args.json:
+        heading = {
+            "seqkv": __version__,
+            "model": args.model,
+            "model_fingerprint": source.fingerprint,
+            "environment": source.environment,
+            "tier": "tokens",
+            "archive": args.archive,
+            "context": args.context,
+            "offset": args.offset,
+        }
+        print(json.dumps(heading | {"texts": [result.to_dict() for result in results]}, indent=2))
+        return
+    columns = ["text", "bytes", "bits/token", "cross-entropy", "x fp16", "with digests, header", "exact"]
+    columns += ["prefill", "encode", "decode"]
+    rows = [
+        [
+            r.text,
+            f"{r.bytes:,}",
+            f"{r.bits_per_token:.3f}",
+            f"{r.cross_entropy_bits:.3f}",
+            f"{r.fp16_ratio:,.0f}",
+            f"{r.stream_fp16_ratio:,.0f}",
+            "yes" if r.exact else "no",
+            *(f"{seconds:.2f} s" for seconds in (r.prefill_s, r.encode_s, r.decode_s)),
+        ]
+        for r in results
+    ]
+    display.table(f"{args.model}: {args.context:,} tokens as tokens", columns, rows)
 
 
 def demo(args: argparse.Namespace) -> None:
