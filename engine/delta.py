@@ -8,7 +8,8 @@ and nearly all symbols are 0. Two things keep the loss where it was asked for:
   tokens, where it averages out noise. The mean of what differs over a chunk's aligned tokens is therefore coded apart,
   finely, and added to all of them. It costs 2 to 3 % of what a chunk alone does, and takes a third off the KL.
 - A symbol that would be 1 only because the reference was rounded to the other side costs far more bits than it saves
-  error. Of symbols 0 and 1 the one that is cheaper, at RATE_PRICE a bit, is taken.
+  error. Of symbols 0 and 1 the one that is cheaper, at a price a bit, is taken. The price is lowered for a chunk that
+  would lose more than it does alone: where deltas are not small, bits are cheaper than they look.
 
 Tokens that are not aligned are coded in the same chunk as ever, as a group of their own.
 """
@@ -29,11 +30,10 @@ from seqkv.entropy_coding.contexts import CLASSES, CLASSES_PER_OCTAVE, UNIT_BITS
 SHIFT = -3 * quantiser.UNITS_PER_OCTAVE  # how much smaller symbols of aligned tokens are expected to be
 MEAN_SHIFT = -2 * quantiser.UNITS_PER_OCTAVE
 MEAN_GAIN = 4 * quantiser.GAINS_PER_OCTAVE  # means are quantised 16 times finer than a token of gain 1
-RATE_PRICE = 0.12  # squared steps that a bit is worth
+PRICES = (0.12, 0.06, 0.03, 0.0)  # squared steps that a bit is worth, the first that will do
 
 _BITS = tables.BITS.reshape(CLASSES, -1)
-_DEAD: NDArray[np.float32] = (0.5 + RATE_PRICE / 2 * (_BITS[:, 1] - _BITS[:, 0])).astype(np.float32)
-"""For each scale class the magnitude, in steps, below which 0 is the cheaper symbol: e^2 - (1 - e)^2 = price * bits."""
+_MORE_BITS: NDArray[np.float64] = _BITS[:, 1] - _BITS[:, 0]  # of a symbol 1 than of a 0, for each scale class
 
 assert CLASSES_PER_OCTAVE << UNIT_BITS == quantiser.UNITS_PER_OCTAVE
 
@@ -68,8 +68,14 @@ def encode_chunk(
     values: Callable[[int], NDArray[np.float32]],
     aligned: NDArray[np.bool_],
     reference: NDArray[np.float32],
+    price: float,
 ) -> Coded:
-    """As near.encode_chunk. aligned [tokens]; reference [aligned tokens, coefs]: decoded blocks, keys un-rotated."""
+    """As near.encode_chunk.
+
+    aligned [tokens]; reference [aligned tokens, coefs]: decoded blocks, keys un-rotated; price: of a bit (PRICES).
+    """
+    # the magnitude below which 0 is the cheaper symbol: e^2 - (1 - e)^2 = price * bits
+    dead = (0.5 + price / 2 * _MORE_BITS).astype(np.float32)
     tokens, total = side.gain.shape[1], int(model.starts[-1])
     symbols, decoded = np.empty((tokens, total), np.int32), np.empty((tokens, total), np.float32)
     means = np.zeros((1, total), np.int32)
@@ -90,7 +96,7 @@ def encode_chunk(
         if not np.isfinite(lost + reached):
             raise near.too_far(block, side.step)
         offset = quantiser.gain_units(side.gain[block]) + np.int16(SHIFT)
-        loss.fisher += lost + _drop(residual, fineness, places[start:end], offset, aligned, _DEAD, coefs)
+        loss.fisher += lost + _drop(residual, fineness, places[start:end], offset, aligned, dead, coefs)
         coded = quantiser.dequantise(coefs, steps)
         coded[aligned] += shared
         out += coded @ model.maps[block][1]

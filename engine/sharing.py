@@ -27,7 +27,8 @@ keys and values are those of the reference loses up to 3.5 times the average, th
 8 times. The first token of all is looked at on average only: its numbers are so large that their rounding to bfloat16
 may be more than quantisation lost."""
 
-WORTH = 0.75  # a delta that costs more than this part of what the reference cost is weighed against coding alone
+MOST_OF_ALONE = 1.25  # times the loss of a chunk alone, in the Fisher metric, that deltas may lose
+STRANGE = 0.7  # a token is not aligned if more than this part of its residual's energy would be left
 
 
 @dataclass
@@ -107,51 +108,65 @@ class Shared:
     def _code(self, chunk: int) -> list[Section]:
         """A chunk's coefficients, with the reference where that is worth it. Adds to the loss."""
         part = slice(*chunk_bounds(chunk, self.kv.tokens))
-        with_reference = self._delta(chunk) if self.aligned.any(part) else None
-        if with_reference is not None:
-            sections, lost = with_reference
-            if _bytes(s for s in sections if s.kind != CHUNK) <= WORTH * self._reference_cost(part):
-                self.loss += lost
-                return sections
         settled = self.known.classes[:, part].copy()
         self.known.classes[:, part] = self.classes[:, part]
-        alone, lost_alone = self._alone(chunk)
-        if with_reference is not None and _bytes(sections) < _bytes(alone):
-            self.known.classes[:, part] = settled
-            self.loss += lost
-            return sections
+        best, lost, decoded = self._alone(chunk)
+        alone = lost.fisher
+        self.known.classes[:, part] = settled
+        if self.aligned.any(part):
+            self._part_from_strangers(chunk, decoded)
+        for price in delta.PRICES if self.aligned.any(part) else ():
+            coded = self._delta(chunk, price)
+            if coded is None:
+                break
+            if coded[1].fisher <= MOST_OF_ALONE * alone:
+                if _bytes(coded[0]) < _bytes(best):
+                    self.loss += coded[1]
+                    return coded[0]
+                break
+        self.known.classes[:, part] = self.classes[:, part]
         self.aligned.index[part] = NONE
-        self.loss += lost_alone
-        return alone
+        self.loss += lost
+        return best
 
-    def _reference_cost(self, part: slice) -> float:
-        """Bytes that the reference spent on the aligned ones of some tokens."""
-        index = self.aligned.index[part]
-        cost = 0.0
-        for chunk, count in zip(*np.unique(index[index != NONE] // near.CHUNK, return_counts=True), strict=True):
-            start, stop = chunk_bounds(int(chunk), len(self.reference.token_ids))
-            cost += count / (stop - start) * self.reference.parsed.length(CHUNK, int(chunk))
-        return cost
+    def _part_from_strangers(self, chunk: int, decoded: NDArray[np.float32]) -> None:
+        """Align no longer the tokens of a chunk of which the reference says little more than what is decoded already.
+
+        decoded [tokens, coefs]: of the chunk coded alone.
+        """
+        model, side, part = self.mode.model(), self._side(chunk), slice(*chunk_bounds(chunk, self.kv.tokens))
+        values, held = blocks_of(self.kv, part), self.aligned.held(part)
+        reference, expected = self.reference.rows(self.aligned.index[part][held]), near.from_tokens(model, side)
+        own, other = np.zeros(len(held)), np.zeros(len(held))
+        for block in range(len(model.widths)):
+            true, here = values(block), slice(*model.starts[block : block + 2])
+            residual = (true - near.predicted(model, block, side, expected, decoded)) @ model.forward[block]
+            own += np.square(residual, dtype=np.float64).sum(axis=1)
+            far = (true[held] - reference[:, here]) @ model.forward[block]
+            other[held] += np.square(far, dtype=np.float64).sum(axis=1)
+        strange = other > STRANGE * own
+        self.aligned.index[part][strange] = NONE
+        self.known.classes[:, part][:, strange] = self.classes[:, part][:, strange]
 
     def _side(self, chunk: int) -> near.Side:
         start, stop = chunk_bounds(chunk, self.kv.tokens)
         gain = near.gains(self.mode.gains, self.known.classes)
         return side_of(self.mode, self.probs, gain, self.step, start, stop)
 
-    def _alone(self, chunk: int) -> tuple[list[Section], near.Loss]:
+    def _alone(self, chunk: int) -> tuple[list[Section], near.Loss, NDArray[np.float32]]:
         side, starts = self._side(chunk), self.mode.starts
         part = slice(*chunk_bounds(chunk, self.kv.tokens))
-        symbols, _, lost = near.encode_chunk(self.mode.model(), side, blocks_of(self.kv, part))
-        return [Section(CHUNK, chunk, near.encode_symbols(self.mode.places, starts, side, symbols))], lost
+        symbols, decoded, lost = near.encode_chunk(self.mode.model(), side, blocks_of(self.kv, part))
+        return [Section(CHUNK, chunk, near.encode_symbols(self.mode.places, starts, side, symbols))], lost, decoded
 
-    def _delta(self, chunk: int) -> tuple[list[Section], near.Loss] | None:
+    def _delta(self, chunk: int, price: float) -> tuple[list[Section], near.Loss] | None:
         """None if the reference is so far away that symbols do not reach."""
         side, starts, scale = self._side(chunk), self.mode.starts, self.mode.places
         part = slice(*chunk_bounds(chunk, self.kv.tokens))
         held = self.aligned.held(part)
         reference = self.reference.rows(self.aligned.index[part][held])
         try:
-            coded = delta.encode_chunk(self.mode.model(), side, scale, blocks_of(self.kv, part), held, reference)
+            coded = delta.encode_chunk(self.mode.model(), side, scale, blocks_of(self.kv, part), held, reference, price)
         except CacheError:
             return None
         groups = (

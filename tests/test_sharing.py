@@ -36,10 +36,9 @@ from seqkv.engine.reference import Aligned
 from tests.sessions import CausalModel
 
 STEP = 2.0**-7  # what a kl of 0.01 gives, about
-EXCESS = 2.2
-"""How much more a session may lose than it does alone, by the dead zone of deltas: near 1 if other contexts change
-little, twice as much if the reference is rounded more coarsely than what is asked for."""
-MOST_EXCESS = 8.0  # of short sessions, of which a good part comes so soon after an edit that it is hardly alike
+EXCESS = 1.4
+"""How much more a session may lose than it does alone, as plain squares: deltas are held to 1.25 in the Fisher metric."""
+MOST_EXCESS = 2.0  # of short sessions, of which a good part comes so soon after an edit that it is hardly alike
 
 PARTIAL = Rope(np.array([1.0, 0.1], np.float32), scaling=1.5, layout="interleaved")
 
@@ -211,7 +210,7 @@ def test_sessions_too_short_for_a_run(tokens: int, base: Session, make: Make, te
 
 
 def test_finer_chunks_are_copied_and_coarser_ones_are_not(base: Session) -> None:
-    finer, coarser = base.encode(step=STEP / 4), base.encode(step=STEP * 4)
+    finer, coarser = base.encode(step=STEP / 4), base.encode(step=STEP * 1.2)
     stream = base.encode(finer)
     assert sections(stream) == sections(finer)
     assert engine.inspect(stream)["steps"] == engine.inspect(finer)["steps"]
@@ -221,7 +220,7 @@ def test_finer_chunks_are_copied_and_coarser_ones_are_not(base: Session) -> None
     comes_back(base, stream, coarser)
     # copied chunks of one step, coded ones of another; and that as a reference, in turn
     mixed = Session(base.ids, base.kv, base.importance, base.profile)
-    assert loss(mixed, engine.decode(stream, profile=base.profile, reference=coarser)) < 0.5 * loss(
+    assert loss(mixed, engine.decode(stream, profile=base.profile, reference=coarser)) < loss(
         mixed, engine.decode(coarser, profile=base.profile)
     )
 
