@@ -148,6 +148,8 @@ class KVCache:
         they were not, or if it is not known; then only compression suffers.
     dtype: "float32", "float16" or "bfloat16": what the values are to be rounded to. The arrays' own dtype if not
         given.
+    exact: also take NaN and infinity, which the lossless tier alone can code. Every bit of an array of this dtype is
+        kept.
 
     Attributes:
         keys, values: lists of arrays [kv_heads, tokens, head_dim], an array for each layer, sharing memory with the
@@ -170,6 +172,7 @@ class KVCache:
         positions: Any = None,
         rope: Rope | Sequence[Rope | None] | None = None,
         dtype: str | None = None,
+        exact: bool = False,
     ) -> None:
         self.keys, key_dtypes = _layers(keys, "keys")
         self.values, value_dtypes = _layers(values, "values")
@@ -185,12 +188,14 @@ class KVCache:
         if dtype is not None and dtype != dtypes[0]:
             self.keys = [_rounded(x, dtypes[0], dtype) for x in self.keys]
             self.values = [_rounded(x, dtypes[0], dtype) for x in self.values]
-        self._finish(dtype or dtypes[0], positions, rope)
+        self._finish(dtype or dtypes[0], positions, rope, exact)
 
-    def _finish(self, dtype: str, positions: Any, rope: Rope | Sequence[Rope | None] | None) -> None:
-        self.dtype = dtype
-        _check_finite(self.keys, "keys")
-        _check_finite(self.values, "values")
+    def _finish(
+        self, dtype: str, positions: Any, rope: Rope | Sequence[Rope | None] | None, exact: bool = False
+    ) -> None:
+        self.dtype, self.exact = dtype, exact
+        if not exact:
+            self.check_finite()
         self.positions = _positions(positions, self.tokens)
         self.rope = _ropes(rope, self.keys)
 
@@ -202,12 +207,18 @@ class KVCache:
         dtype: str,
         positions: NDArray[np.int64],
         rope: Sequence[Rope | None],
+        exact: bool = False,
     ) -> KVCache:
         """A cache of arrays that are already as its attributes have them."""
         kv = cls.__new__(cls)
         kv.keys, kv.values = keys, values
-        kv._finish(dtype, positions, rope)
+        kv._finish(dtype, positions, rope, exact)
         return kv
+
+    def check_finite(self) -> None:
+        """CacheError, with its place, if there is NaN or infinity."""
+        _check_finite(self.keys, "keys")
+        _check_finite(self.values, "values")
 
     @property
     def backend(self) -> Literal["cpu", "cuda"]:
@@ -220,7 +231,7 @@ class KVCache:
             return self
         move = _to_device if backend == "cuda" else _to_host
         keys, values = ([move(x, self.dtype) for x in side] for side in (self.keys, self.values))
-        return self.of_parts(keys, values, self.dtype, self.positions, self.rope)
+        return self.of_parts(keys, values, self.dtype, self.positions, self.rope, self.exact)
 
     @property
     def shape(self) -> tuple[tuple[int, int, int], ...]:
@@ -259,7 +270,7 @@ class KVCache:
             for array in (key, value):
                 state.update(np.array(array.shape, "<u8").tobytes())
                 host = _to_host(array, self.dtype) if on_device(array) else array
-                raw = bfloat16_bits(host) if self.dtype == "bfloat16" else host
+                raw = (_bits(host) >> np.uint32(16)).astype(np.uint16) if self.dtype == "bfloat16" else host
                 state.update(np.ascontiguousarray(raw, raw.dtype.newbyteorder("<")).view(np.uint8).data)
         return state.hexdigest()
 
@@ -322,7 +333,13 @@ def _rounded(array: Any, given: str, dtype: str) -> Any:
         return wide
     if on_device(array):
         return xp.where(xp.isfinite(wide), bfloat16_bits(wide), np.uint16(_EXPONENT_16))
-    return xp.where(xp.isfinite(wide), round_to_bfloat16(wide), wide)
+    # NaN stays NaN when its lowest bits go
+    special = (_bits(wide) & np.uint32(0xFFFF0000)) | np.where(np.isnan(wide), np.uint32(0x400000), np.uint32(0))
+    return np.where(np.isfinite(wide), round_to_bfloat16(wide), special.view(np.float32))
+
+
+def _bits(values: NDArray[np.float32]) -> NDArray[np.uint32]:
+    return np.ascontiguousarray(values).view(np.uint32)
 
 
 _EXPONENT_16 = 0x7F80  # of bfloat16; all set for NaN and infinity
