@@ -6,11 +6,12 @@ and the first bytes say where it begins to differ (but for one case in 256).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from seqkv.engine.arrays import bfloat16_bits
 from seqkv.engine.cache import KVCache
 from seqkv.engine.container import Container
 from seqkv.engine.form import DIGESTS, SEAL, Form, chunk_bounds, chunks
@@ -26,11 +27,16 @@ def digests(kv: KVCache, ids: NDArray[np.int64]) -> NDArray[np.uint8]:
         for layer, sides in enumerate(zip(kv.keys, kv.values, strict=True)):
             state = xxhash.xxh3_128()
             for array in sides:
-                raw = array[:, part]
-                raw = bfloat16_bits(raw) if kv.dtype == "bfloat16" and raw.dtype == np.float32 else raw
-                state.update(np.ascontiguousarray(raw, raw.dtype.newbyteorder("<")).view(np.uint8).data)
+                raw = bits_of(array[:, part], kv.dtype)
+                state.update(raw.astype(raw.dtype.newbyteorder("<"), copy=False).view(np.uint8).data)
             out[chunk, 1 + layer] = np.frombuffer(state.digest(), np.uint8)
     return out
+
+
+def bits_of(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """The bits of a cache's numbers, uint16 or uint32, contiguous. array: as a KVCache in host memory has it."""
+    raw = np.ascontiguousarray(array).view(np.uint16 if dtype == "float16" else np.uint32)
+    return (raw >> np.uint32(16)).astype(np.uint16) if dtype == "bfloat16" else raw
 
 
 def of_ids(ids: NDArray[np.int64]) -> NDArray[np.uint8]:

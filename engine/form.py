@@ -12,7 +12,7 @@ from seqkv.engine.container import Container, Section
 from seqkv.engine.errors import SeqkvError, StreamError
 
 TOKENS, TOPK_IDS, TOPK_PROBS, POSITIONS, CLASSES, CHUNK, CHANNELS, SCALES, RUNS, DELTA, MEANS = range(1, 12)  # kinds
-TOKEN_IDS, DIGESTS = 40, 41  # of the tokens tier
+TOKEN_IDS, DIGESTS, REPAIR = 40, 41, 42  # of the tokens tier
 SEAL = 16  # bytes before the digests
 NAMES = {
     TOKENS: "token ids",
@@ -28,6 +28,7 @@ NAMES = {
     MEANS: "mean deltas",
     TOKEN_IDS: "token ids",
     DIGESTS: "digests",
+    REPAIR: "repair",
 }
 TIERS = ("near", "lossless", "tokens")
 _MOST_TOKENS = 1 << 31

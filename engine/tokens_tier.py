@@ -5,6 +5,7 @@ not the same, it refuses and says where; it never returns another cache. Section
 
     TOKEN_IDS  token ids, see id_coding
     DIGESTS    see digests
+    REPAIR     see repair; of a cache that the model does not give again by itself
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqkv.engine import digests, id_coding
+from seqkv.engine import repair as repairing
 from seqkv.engine.cache import KVCache
 from seqkv.engine.container import Container, Section
 from seqkv.engine.errors import CacheError, ProbsError, RecomputeError, StreamError
@@ -24,7 +26,12 @@ from seqkv.entropy_coding.intervals import MOST_SYMBOLS
 
 
 def encode(
-    kv: KVCache, token_ids: NDArray[np.int64], *, model: Model | None = None, archive: bool = False
+    kv: KVCache,
+    token_ids: NDArray[np.int64],
+    *,
+    model: Model | None = None,
+    archive: bool = False,
+    repair: bool = False,
 ) -> tuple[dict[str, Any], list[Section]]:
     """The header and the sections of a cache as its tokens.
 
@@ -34,7 +41,11 @@ def encode(
         then nobody has tried.
     archive: code ids at their surprisal. The model takes a step for each token, twice, and once more in decoding.
 
-    RecomputeError if the model gives another cache, ProbsError if ids are not of its vocabulary.
+    repair: store as well what makes the model's own cache this one; nothing, if it is. Decoding still needs a model
+        that gives again what it gave here.
+
+    RecomputeError if the model gives another cache and there is no `repair`, ProbsError if ids are not of its
+    vocabulary.
     """
     kv, ids = kv.to("cpu"), np.asarray(token_ids, np.int64)
     if not np.array_equal(kv.positions, np.arange(kv.tokens)):
@@ -47,23 +58,27 @@ def encode(
     header |= {"ropes": [None], "positions": "arange", "profile": None, "steps": []}
     alike = len(set(kv.shape)) == 1
     header |= {"shape": kv.shape[:1], "layers": kv.layers} if alike else {"shape": kv.shape}
+    if model is None and (archive or repair):
+        raise ValueError("archive and repair need the model (model=...)")
+    more: list[Section] = []
     if model is not None:
         header["model"] = {"fingerprint": model.fingerprint, "tokenizer": model.tokenizer_fingerprint}
         header["environment"] = model.environment
-        where = digests.difference(kept, digests.digests(_recomputed(model, ids, kv.shape, kv.dtype), ids))
-        if where is not None:
+        recomputed = _recomputed(model, ids, kv.shape, kv.dtype)
+        where = digests.difference(kept, digests.digests(recomputed, ids))
+        if where is not None and not repair:
             raise RecomputeError(
                 f"the model gives another cache of these tokens, {where}: it was computed in parts, beside other "
-                "sequences, or by another library; the lossless tier keeps it as it is"
+                "sequences, or by another library. repair=True stores the difference"
             )
-    if archive:
-        if model is None:
-            raise ValueError("archive codes ids under the model's predictions: give it (model=...)")
+        if where is not None:
+            more = repairing.sections(kv, recomputed)
+    if archive and model is not None:
         header["archive"] = True
         coded = id_coding.at_surprisal(ids, model)
     else:
         coded = id_coding.packed(ids, vocab)
-    return header, [Section(TOKEN_IDS, 0, coded), Section(DIGESTS, 0, kept)]
+    return header, [Section(TOKEN_IDS, 0, coded), Section(DIGESTS, 0, kept), *more]
 
 
 def decode(parsed: Container, form: Form, model: Model | None, tokens: range, layers: range) -> KVCache:
@@ -74,7 +89,7 @@ def decode(parsed: Container, form: Form, model: Model | None, tokens: range, la
     if model is None:
         raise RecomputeError("this stream holds the tokens of a cache: give the model that they were for (model=...)")
     ids, (kept, _) = read_ids(parsed, form, model), digests.read(parsed, form)
-    kv = _recomputed(model, ids, form.shape, form.dtype)
+    kv = repairing.apply(parsed, form, _recomputed(model, ids, form.shape, form.dtype))
     where = digests.difference(kept, digests.digests(kv, ids))
     if where is not None:
         raise RecomputeError(f"the model gives another cache than was stored, {where}. {_compared(parsed, model)}")

@@ -91,7 +91,7 @@ def test_a_wrong_model_or_tokenizer_is_refused(archive: bool) -> None:
         decode(stream, other)
 
 
-def test_a_cache_of_a_chunked_prefill_is_refused() -> None:
+def test_a_cache_of_a_chunked_prefill_is_refused_or_repaired() -> None:
     source, ids = make(), np.arange(200) * 7 % 256
     with torch.inference_mode():
         cache = None
@@ -105,3 +105,5 @@ def test_a_cache_of_a_chunked_prefill_is_refused() -> None:
         pytest.skip("this machine computes both alike")
     with pytest.raises(RecomputeError, match="another cache of these tokens, in chunk 0, layer"):
         tokens_tier.encode(chunked, ids, model=source)
+    stream = container.write(*tokens_tier.encode(chunked, ids, model=source, repair=True))
+    assert decode(stream, source).digest() == chunked.digest()

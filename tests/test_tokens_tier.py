@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from seqkv.engine import CacheError, KVCache, ProbsError, Rope, StreamError, container, id_coding, tokens_tier
 from seqkv.engine.container import Container, Section
 from seqkv.engine.errors import RecomputeError
-from seqkv.engine.form import DIGESTS, TOKEN_IDS, Form
+from seqkv.engine.form import DIGESTS, REPAIR, TOKEN_IDS, Form
 
 VOCAB, LAYERS = 300, 3
 
@@ -148,7 +148,7 @@ def test_another_cache_is_refused_by_chunk_and_layer(toy: Toy) -> None:
     toy.change = np.float32(2**-14)
     with pytest.raises(RecomputeError, match=r"chunk 1, layer 1\. It was computed on the like of this"):
         read(stream, toy)
-    with pytest.raises(RecomputeError, match=r"another cache of these tokens, in chunk 1, layer 1: .*lossless"):
+    with pytest.raises(RecomputeError, match=r"another cache of these tokens, in chunk 1, layer 1: .*repair=True"):
         write(kv, ids, model=toy)
     with pytest.raises(RecomputeError, match="does not say"):
         read(write(kv, ids), toy)
@@ -196,7 +196,7 @@ def test_encode_refuses_what_it_cannot_keep(toy: Toy) -> None:
         write(kv, np.append(ids[1:], VOCAB), model=toy)
     with pytest.raises(ProbsError, match="token id"):
         write(kv, np.append(ids[1:], 1 << 23))
-    with pytest.raises(ValueError, match="archive"):
+    with pytest.raises(ValueError, match="archive and repair"):
         write(kv, ids, archive=True)
     with pytest.raises(RecomputeError, match="has 2 layers"):
         write(KVCache(kv.keys[:2], kv.values[:2]), ids, model=toy)
@@ -241,3 +241,69 @@ def test_logits_that_are_no_numbers_are_refused(toy: Toy) -> None:
     toy.noise = lambda run, step: np.nan
     with pytest.raises(ProbsError, match="NaN"):
         write(toy.recompute(ids), ids, model=toy, archive=True)
+
+
+def nudged(kv: KVCache, dtype: str, share: float) -> KVCache:
+    """Some numbers the next ones of the dtype."""
+    rng = np.random.default_rng(3)
+    kv = KVCache(kv.keys, kv.values, rope=kv.rope, dtype=dtype)
+    step = {"float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}[dtype]
+    sides = [
+        [array * (1 + step * (rng.random(array.shape) < share)).astype(array.dtype) for array in side]
+        for side in (kv.keys, kv.values)
+    ]
+    return KVCache(*sides, rope=kv.rope, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("archive", [False, True])
+def test_repair(toy: Toy, archive: bool, dtype: str) -> None:
+    ids = toy.sample(600)
+    kv = nudged(toy.recompute(ids), dtype, 0.02)
+    with pytest.raises(RecomputeError, match="repair=True"):
+        write(kv, ids, model=toy)
+    stream = write(kv, ids, model=toy, archive=archive, repair=True)
+    assert read(stream, toy).digest() == kv.digest()
+    assert read(stream, toy, slice(300, 400), slice(1, 2)).keys[0].tobytes() == kv.keys[1][:, 300:400].tobytes()
+    assert len(stream) < kv.nbytes / 20
+    toy.change = np.float32(1)  # another arithmetic again
+    with pytest.raises(RecomputeError, match="chunk 1, layer 1"):
+        read(stream, toy)
+
+
+def test_repair_of_what_needs_none_costs_nothing(toy: Toy) -> None:
+    ids = toy.sample(300)
+    kv = toy.recompute(ids)
+    assert write(kv, ids, model=toy, repair=True) == write(kv, ids, model=toy)
+    with pytest.raises(ValueError, match="need the model"):
+        write(kv, ids, repair=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_repair_of_any_numbers(toy: Toy, dtype: str) -> None:
+    """Signs, zeros of both signs, the largest and the smallest, in one chunk and one layer."""
+    ids = toy.sample(300)
+    kv = toy.recompute(ids)
+    kv = KVCache(kv.keys, kv.values, rope=kv.rope, dtype=dtype)
+    largest = {"float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.3895314e38}[dtype]
+    odd = np.array([0.0, -0.0, largest, -largest, 1e-38, -1e-38, 6e-8, -6e-8]).astype(kv.keys[1].dtype)
+    kv.keys[1] = kv.keys[1].copy()
+    kv.keys[1][0, 260:290] = odd
+    kv = KVCache(kv.keys, kv.values, rope=kv.rope, dtype=dtype)
+    stream = write(kv, ids, model=toy, repair=True)
+    assert [place for place in Container.parse(stream).sections if place[0] == REPAIR] == [(REPAIR, 1)]
+    assert read(stream, toy).digest() == kv.digest()
+
+
+def test_altered_repairs_are_refused(toy: Toy) -> None:
+    ids = toy.sample(100)
+    stream = write(nudged(toy.recompute(ids), "float32", 0.1), ids, model=toy, repair=True)
+    size = Container.parse(stream).length(REPAIR)
+    for length in (0, 1, 2, 5, 20, size - 2):
+        with pytest.raises(StreamError, match="repair of chunk 0"):
+            read(altered(stream, REPAIR, lambda data, length=length: data[:length]), toy)
+    rng = np.random.default_rng(0)
+    for place in rng.integers(0, size, 50):
+        with pytest.raises((StreamError, RecomputeError)):
+            flip = lambda data, at=place: data[:at] + bytes((data[at] ^ 4,)) + data[at + 1 :]  # noqa: E731
+            read(altered(stream, REPAIR, flip), toy)
