@@ -85,7 +85,8 @@ def encode(kv: KVCache, probs: TokenProbs, profile: Profile | None) -> tuple[dic
     for chunk in range(chunks(kv.tokens)):
         ids = probs.token_ids[slice(*chunk_bounds(chunk, kv.tokens))].astype(np.uint32)
         sections.append(Section(TOKENS, chunk, container.pack(ids)))
-    return {"profile": None if profile is None else profile.fingerprint}, sections
+    about = {"tier": "lossless", "profile": None if profile is None else profile.fingerprint, "steps": []}
+    return about, sections
 
 
 def decode(parsed: Container, form: Form, profile: Profile | None, wanted: range, depth: range) -> KVCache:
@@ -97,6 +98,8 @@ def decode(parsed: Container, form: Form, profile: Profile | None, wanted: range
         raise StreamError("altered: the scale of a channel is out of range")
     model = Model(form.shape, channels, profile)
     some = range(wanted.start // CHUNK, chunks(wanted.stop))
+    for chunk in some:
+        parsed.length(SYMBOLS, chunk)  # before anything of their size is made
     ids = np.zeros(form.tokens, np.int64)
     for chunk in some:
         part = slice(*chunk_bounds(chunk, form.tokens))

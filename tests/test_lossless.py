@@ -25,7 +25,7 @@ from seqkv.engine import (
 )
 from seqkv.engine.exact_model import Model, measured
 from seqkv.engine.exact_values import FORMATS
-from seqkv.engine.form import Form, chunks, describe
+from seqkv.engine.form import Form, describe
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -34,8 +34,7 @@ def encode(kv: KVCache, ids: Any = None, profile: Profile | None = None) -> byte
     probs = TokenProbs.from_tokens(np.arange(kv.tokens) % 40 if ids is None else ids)
     about, sections = lossless.encode(kv, probs, profile)
     header, positions = describe(kv)
-    header |= about | {"steps": [0] * chunks(kv.tokens), "kl": None, "loss": None}
-    return container.write(header, sections + positions)
+    return container.write(header | about, sections + positions)
 
 
 def decode(
@@ -275,6 +274,13 @@ def test_sections_that_lie_are_refused(sample: Callable[..., Any], profile: Prof
             else:  # what was altered did not matter
                 assert all((a == b).all() for a, b in zip(bits(out), bits(kv), strict=True))
     assert refused > 6 * len(sections)
+
+
+def test_an_enormous_stream_of_nothing_is_refused(sample: Callable[..., Any]) -> None:
+    parsed = container.Container.parse(encode(sample(20).kv))
+    rest = [container.Section(k, i, bytes(parsed.section(k, i))) for k, i in parsed.sections]
+    with pytest.raises(StreamError, match="no section"):
+        decode(container.write(parsed.header | {"tokens": 1 << 31}, rest))
 
 
 @pytest.mark.parametrize("kind", range(32, 39))
