@@ -14,7 +14,21 @@ from seqkv.cuda_kernels.errors import DeviceError
 from seqkv.engine.cache import KVCache, Rope
 from seqkv.engine.calibration import calibrate
 from seqkv.engine.codec import decode, decode_into, encode, inspect, token_ids
-from seqkv.engine.errors import CacheError, CalibrationError, ProbsError, ProfileError, SeqkvError, StreamError
+from seqkv.engine.errors import (
+    CacheError,
+    CalibrationError,
+    ProbsError,
+    ProfileError,
+    RecomputeError,
+    SeqkvError,
+    SessionError,
+    StoreBusy,
+    StoreDamaged,
+    StoreError,
+    StoreFull,
+    StreamError,
+)
+from seqkv.engine.planning import Rates, plan
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.profile import Profile
 from seqkv.engine.reference import Reference, stream_key
@@ -28,10 +42,17 @@ __all__ = [
     "ProbsError",
     "Profile",
     "ProfileError",
+    "Rates",
+    "RecomputeError",
     "Reference",
     "Rope",
     "SeqkvError",
+    "SessionError",
     "SessionStore",
+    "StoreBusy",
+    "StoreDamaged",
+    "StoreError",
+    "StoreFull",
     "StreamError",
     "TokenProbs",
     "calibrate",
@@ -39,6 +60,7 @@ __all__ = [
     "decode_into",
     "encode",
     "inspect",
+    "plan",
     "stream_key",
     "token_ids",
 ]

@@ -9,14 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqkv.cuda_kernels.errors import DeviceError
-from seqkv.engine import container, importance, near, quantiser, rate_control
+from seqkv.engine import container, importance, lossless, near, quantiser, rate_control, tokens_tier
 from seqkv.engine.arrays import current
 from seqkv.engine.cache import ITEM_BYTES, KVCache
 from seqkv.engine.container import Buffer, Container, Section
 from seqkv.engine.errors import CacheError, ProbsError, StreamError
 from seqkv.engine.form import NAMES, TOPK_IDS, TOPK_PROBS, Form, chunks, describe
 from seqkv.engine.host import needed
-from seqkv.engine.known import Known
+from seqkv.engine.id_coding import Model
+from seqkv.engine.known import Known, plain_ids
 from seqkv.engine.modes import Calibrated, Free, Mode, stored_mode
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.profile import Profile
@@ -31,17 +32,23 @@ def encode(
     kv: KVCache,
     probs: TokenProbs,
     *,
+    tier: Literal["near", "lossless", "tokens"] = "near",
     profile: Profile | None = None,
     kl: float = 0.01,
     step: float | None = None,
     importance: Any = None,
     reference: Any = None,
+    model: Model | None = None,
+    archive: bool = False,
+    repair: bool = False,
     backend: Backend | None = None,
 ) -> bytes:
-    """Compress a cache (arXiv 2604.15356, layer 2; near tier).
+    """Compress a cache (arXiv 2604.15356, layer 2).
 
     kv: the cache of one sequence.
     probs: its tokens and, if known, what the model expected of them.
+    tier: "near" loses what was asked for. "lossless" keeps every bit, without running the model. "tokens" keeps the
+        tokens, and proof of the cache that a model gives for them.
     profile: of the model, from `calibrate`; None codes without calibration.
     kl: requested loss: mean KL in nats between the model's predictions from the true and from the decoded cache.
     step: quantiser step, instead of kl.
@@ -50,12 +57,18 @@ def encode(
     reference: another session's stream of the same profile, or an engine.Reference. What both begin with is copied;
         where it holds the same tokens later, at whatever place, only what differs is coded, and the stream needs it to
         be decoded. Coded on the CPU.
+    model, archive, repair: of the tokens tier, see tokens_tier.encode: an adapter's model, whether ids are coded at
+        their surprisal, and whether to keep what makes a recomputed cache this one.
     backend: "cuda" codes on the current CUDA device and stream, "cpu" on the CPU; where the cache is if not given.
         A cache on a device is not copied to the host, but for `backend="cpu"`.
 
     The same arguments give the same bytes on one machine. Raises CacheError, ProbsError, ProfileError if the arguments
     are bad or do not fit together, ValueError for kl or step out of range, DeviceError if there is no device.
     """
+    if tier != "near":
+        return _exactly(kv, probs, tier, profile, model, archive, repair)
+    if model is not None or archive or repair:
+        raise ValueError('model, archive and repair are of tier="tokens"')
     rate_control.check(kl, step)
     if reference is not None:
         if profile is None or profile.predictor == "expectation":
@@ -65,12 +78,12 @@ def encode(
         raise ProbsError(f"the cache holds {kv.tokens} tokens, the probabilities are of {probs.tokens}")
     if profile is not None:
         profile.check(kv)
-    tier = _tier(backend or kv.backend)
+    where = _where(backend or kv.backend)
     kv = kv.to(backend or kv.backend)
     with current(kv.keys[0]):
-        mode: Mode = Free.measure(kv, tier.blocks_of) if profile is None else Calibrated(profile)
+        mode: Mode = Free.measure(kv, where.blocks_of) if profile is None else Calibrated(profile)
         index = quantiser.step_index(step) if step is not None else rate_control.step_for(mode.curve, kl)
-        classes = _classes(kv, mode, importance, tier)
+        classes = _classes(kv, mode, importance, where)
         about = {"profile": mode.fingerprint, "steps": [index] * chunks(kv.tokens)}
         if isinstance(mode, Calibrated) and reference is not None:
             sections, loss, aligned, about["steps"] = Shared.encode(kv, mode, probs, classes, index, reference)
@@ -78,7 +91,7 @@ def encode(
                 about |= {"reference": reference.key, "depth": reference.depth + 1}
                 sections.append(aligned.section())
         else:
-            sections, loss = _near(kv, probs, mode, index, classes, tier)
+            sections, loss = _near(kv, probs, mode, index, classes, where)
     header, positions = describe(kv)
     header |= about | {"loss": _shown(loss)}
     requested = None if step is not None else float(kl)
@@ -91,6 +104,7 @@ def decode(
     *,
     profile: Profile | None = None,
     reference: Any = None,
+    model: Model | None = None,
     tokens: slice | None = None,
     layers: slice | None = None,
     backend: Backend = "cpu",
@@ -100,6 +114,7 @@ def decode(
     profile: the one it was encoded with, if there was one.
     reference: what it was coded against, if it was (`inspect` tells): a stream, an engine.Reference, or a function that
         returns the stream of a key.
+    model: for the tokens tier: the one whose cache it was, as an adapter gives it (adapters.source.ModelSource).
     tokens, layers: only these, as slices without a step; chunks and layers that they do not need are not decoded.
     backend: "cuda" decodes on the current CUDA device and stream, into its memory.
 
@@ -109,9 +124,13 @@ def decode(
     parsed = Container.parse(stream)
     form = Form(parsed)
     wanted, depth = _range(tokens, form.tokens, "tokens"), _range(layers, len(form.shape), "layers")
-    tier = _tier(backend if form.reference is None else "cpu")
-    target = Target.new(form.shape[depth.start : depth.stop], len(wanted), tier.empty(form))
-    _decode(parsed, form, profile, reference, wanted, depth, target, tier)
+    if form.tier == "tokens":
+        return tokens_tier.decode(parsed, form, model, wanted, depth).to(backend)
+    if form.tier == "lossless":
+        return lossless.decode(parsed, form, profile, wanted, depth).to(backend)
+    where = _where(backend if form.reference is None else "cpu")
+    target = Target.new(form.shape[depth.start : depth.stop], len(wanted), where.empty(form))
+    _decode(parsed, form, profile, reference, wanted, depth, target, where)
     positions, ropes = form.positions[wanted.start : wanted.stop], form.rope[depth.start : depth.stop]
     keys, values = ([array[0] for array in side] for side in (target.keys, target.values))
     try:
@@ -145,12 +164,14 @@ def decode_into(
     """
     parsed = Container.parse(stream)
     form = Form(parsed)
+    if form.tier != "near":
+        raise ValueError(f"streams of tier {form.tier!r} are not decoded into arrays: use decode, and copy")
     wanted, depth = _range(tokens, form.tokens, "tokens"), _range(layers, len(form.shape), "layers")
     target, backend = Target.owned(keys, values, slots, form.shape[depth.start : depth.stop], len(wanted))
     if form.reference is not None and backend == "cuda":
         raise DeviceError("streams that were coded against a reference are decoded on the CPU: use decode, and copy")
     with current(target.keys[0]):
-        _decode(parsed, form, profile, reference, wanted, depth, target, _tier(backend))
+        _decode(parsed, form, profile, reference, wanted, depth, target, _where(backend))
 
 
 def inspect(stream: Buffer) -> dict[str, Any]:
@@ -184,33 +205,60 @@ def inspect(stream: Buffer) -> dict[str, Any]:
     }
 
 
-def token_ids(stream: Buffer, *, reference: Any = None, profile: Profile | None = None) -> NDArray[np.int64]:
+def token_ids(
+    stream: Buffer, *, reference: Any = None, profile: Profile | None = None, model: Model | None = None
+) -> NDArray[np.int64]:
     """The token ids of a stream, [tokens]; nothing else is decoded.
 
-    reference, profile: needed if it was coded against a reference. StreamError as `decode`.
+    reference, profile: needed if it was coded against a reference. model: if ids are coded at their surprisal.
+    StreamError as `decode`.
     """
     parsed = Container.parse(stream)
     form = Form(parsed)
+    if form.tier == "tokens":
+        return tokens_tier.read_ids(parsed, form, model)
+    if form.tier == "lossless":
+        return plain_ids(parsed, form)
     aligned = Aligned.read(parsed, form, profile, reference)
     return Known.read(parsed, form, range(chunks(form.tokens)), aligned).ids
 
 
-def _tier(backend: str) -> Any:
+def _where(backend: str) -> Any:
     """The module that codes chunks there: engine.host or engine.device."""
     if backend not in ("cpu", "cuda"):
         raise ValueError(f'backend must be "cpu" or "cuda", not {backend!r}')
     return importlib.import_module("seqkv.engine.host" if backend == "cpu" else "seqkv.engine.device")
 
 
-def _classes(kv: KVCache, mode: Mode, received: Any, tier: Any) -> NDArray[np.uint8]:
+def _exactly(
+    kv: KVCache, probs: TokenProbs, tier: str, profile: Profile | None, model: Model | None, archive: bool, repair: bool
+) -> bytes:
+    """A stream of a tier without loss."""
+    if probs.tokens != kv.tokens:
+        raise ProbsError(f"the cache holds {kv.tokens} tokens, the probabilities are of {probs.tokens}")
+    if tier == "tokens":
+        header, sections = tokens_tier.encode(kv, probs.token_ids, model=model, archive=archive, repair=repair)
+        return container.write(header, sections)
+    if tier != "lossless":
+        raise ValueError(f'tier must be "near", "lossless" or "tokens", not {tier!r}')
+    if model is not None or archive or repair:
+        raise ValueError('model, archive and repair are of tier="tokens"')
+    if profile is not None:
+        profile.check(kv)
+    entries, sections = lossless.encode(kv.to("cpu"), probs, profile)
+    header, positions = describe(kv)
+    return container.write(header | {"tier": tier, "steps": []} | entries, sections + positions)
+
+
+def _classes(kv: KVCache, mode: Mode, received: Any, where: Any) -> NDArray[np.uint8]:
     """Importance classes [layers, tokens], from attention received if that was given."""
     if received is None:
-        return importance.classes(mode.attention(kv, tier.blocks_of, tier.SPAN))
+        return importance.classes(mode.attention(kv, where.blocks_of, where.SPAN))
     return importance.classes(importance.checked(received, kv.layers, kv.tokens))
 
 
 def _near(
-    kv: KVCache, probs: TokenProbs, mode: Mode, index: int, classes: NDArray[np.uint8], tier: Any
+    kv: KVCache, probs: TokenProbs, mode: Mode, index: int, classes: NDArray[np.uint8], where: Any
 ) -> tuple[list[Section], near.Loss]:
     """Sections of the near tier, but for positions, and what quantisation lost."""
     sections: list[Section] = mode.sections()
@@ -221,7 +269,7 @@ def _near(
     known = Known(probs.token_ids, classes)
     for chunk in range(chunks(kv.tokens)):
         sections += known.sections(chunk)
-    coded, loss = tier.encode_chunks(kv, mode, probs, classes, index)
+    coded, loss = where.encode_chunks(kv, mode, probs, classes, index)
     return sections + coded, loss
 
 
@@ -233,14 +281,14 @@ def _decode(
     wanted: range,
     depth: range,
     target: Target,
-    tier: Any,
+    where: Any,
 ) -> None:
     mode = stored_mode(parsed, form, profile)
     aligned = Aligned.read(parsed, form, profile, reference)
     known = Known.read(parsed, form, needed(mode, wanted), aligned)
     probs = _stored_probs(parsed, form, mode.predictor, known.ids)
     more = {} if aligned is None else {"aligned": aligned}
-    tier.decode_chunks(parsed, form, mode, probs, known.classes, wanted, depth, target, **more)
+    where.decode_chunks(parsed, form, mode, probs, known.classes, wanted, depth, target, **more)
 
 
 def _shown(loss: near.Loss) -> dict[str, float | None]:
