@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqkv import evaluate
+from seqkv import engine, evaluate
 from seqkv.adapters.source import ModelSource
-from seqkv.engine import container, tokens_tier
 from seqkv.engine.container import Container
-from seqkv.engine.form import DIGESTS, TOKEN_IDS, Form
+from seqkv.engine.form import DIGESTS, TOKEN_IDS
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,11 @@ def measure(source: ModelSource, name: str, ids: NDArray[np.int64], archive: boo
     prefill_s = evaluate.prefill_seconds(source, ids, repeats=1)
     kv, probs, _ = source.prefill(ids)
     start = time.perf_counter()
-    stream = container.write(*tokens_tier.encode(kv, ids, model=source, archive=archive))
+    stream = engine.encode(kv, probs, tier="tokens", model=source, archive=archive)
     encoded = time.perf_counter()
-    parsed = Container.parse(stream)
-    form = Form(parsed)
-    decoded = tokens_tier.decode(parsed, form, source, range(kv.tokens), range(kv.layers))
+    decoded = engine.decode(stream, model=source)
     decode_s = time.perf_counter() - encoded
+    parsed = Container.parse(stream)
     coded = parsed.length(TOKEN_IDS)
     return TokensResult(
         text=name,

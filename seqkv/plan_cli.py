@@ -34,8 +34,8 @@ def add(commands: Any) -> None:
     one.add_argument("--prefill", type=_rate, metavar="T", help="tokens/s of the model (measured if there is a model)")
     one.add_argument("--decode", type=_rate, metavar="GB", help="GB/s of cache that decoding gives (measured likewise)")
     one.add_argument("--kl", type=float, default=0.01, metavar="NATS", help="loss allowed, nats a token (0.01)")
-    one.add_argument("--near-ratio", type=_rate, default=52.0, metavar="X", help="near tier at --kl (52, or measured)")
-    one.add_argument("--lossless-ratio", type=_rate, default=1.75, metavar="X", help="lossless tier (1.75)")
+    one.add_argument("--near-ratio", type=_rate, metavar="X", help="near tier at --kl (measured, or 52)")
+    one.add_argument("--lossless-ratio", type=_rate, metavar="X", help="lossless tier (measured, or 1.75)")
     one.add_argument("--ids", type=_rate, default=12.0, metavar="BITS", help="tokens tier, a token (12)")
     one.add_argument("--json", action="store_true", help="print JSON")
 
@@ -54,16 +54,17 @@ def run(args: argparse.Namespace) -> None:
     else:
         layers, heads, width = SHAPES[args.cache]
         bits = 16.0 * 2 * layers * heads * width
-    decode = args.decode * 1e9 if args.decode else measured["decode"]
-    rates = Rates(args.link * 1e9 / 8, args.prefill or measured["prefill"], decode, decode)
-    near = [(args.kl, measured.get("near_ratio", args.near_ratio))] if args.kl > 0 else []
+    if args.decode:
+        measured["near"] = measured["lossless"] = args.decode * 1e9
+    rates = Rates(args.link * 1e9 / 8, args.prefill or measured["prefill"], measured["near"], measured["lossless"])
+    near = [(args.kl, args.near_ratio or measured.get("near_ratio", 52.0))] if args.kl > 0 else []
     found = plan(
         args.tokens,
         bits,
         rates,
         loss=args.kl,
         near_ratio=near,
-        lossless_ratio=args.lossless_ratio,
+        lossless_ratio=args.lossless_ratio or measured.get("lossless_ratio", 1.75),
         ids_bits=args.ids,
     )
     if args.json:
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
     what = args.model or args.cache
     display.table(
         f"{what}: {args.tokens:,} tokens over {args.link:g} Gbit/s; prefill {rates.prefill:,.0f} tokens/s, decode "
-        f"{decode / 1e9:.2g} GB/s",
+        f"{rates.near / 1e9:.2g} GB/s (near), {rates.lossless / 1e9:.2g} GB/s (lossless)",
         ["tier", "bytes", "KL", "sent", "ready"],
         rows,
     )
@@ -81,7 +82,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, float]:
-    """Prefill and near decoding of a model on this machine, over as many tokens as are asked for and the text has."""
+    """Prefill and decoding of a model's cache, in bfloat16, on this machine, over as many tokens as are asked for and
+    the text has."""
     from seqkv import evaluate
 
     profile = arguments.profile(args.profile)
@@ -93,14 +95,20 @@ def _measure(args: argparse.Namespace) -> dict[str, float]:
         report(0.2, f"prefill of {len(ids):,} tokens")
         prefill = evaluate.prefill_seconds(source, ids)
         kv, probs, importance = source.prefill(ids)
-        report(0.6, "decoding")
-        stream = engine.encode(kv, probs, profile=profile, kl=args.kl or 0.01, importance=importance)
-        decode, _ = evaluate.timed(lambda: engine.decode(stream, profile=profile), 3)
+        kv = engine.KVCache(kv.keys, kv.values, rope=kv.rope, dtype="bfloat16")
+        report(0.5, "near")
+        near = engine.encode(kv, probs, profile=profile, kl=args.kl or 0.01, importance=importance)
+        near_s, _ = evaluate.timed(lambda: engine.decode(near, profile=profile), 3)
+        report(0.75, "lossless")
+        lossless = engine.encode(kv, probs, profile=profile, tier="lossless")
+        lossless_s, _ = evaluate.timed(lambda: engine.decode(lossless, profile=profile), 3)
     return {
         "bits_per_token": 8 * kv.nbytes / kv.tokens,
         "prefill": len(ids) / prefill,
-        "decode": kv.nbytes / decode,
-        "near_ratio": kv.nbytes / len(stream),
+        "near": kv.nbytes / near_s,
+        "lossless": kv.nbytes / lossless_s,
+        "near_ratio": kv.nbytes / len(near),
+        "lossless_ratio": kv.nbytes / len(lossless),
     }
 
 

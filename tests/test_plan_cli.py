@@ -44,9 +44,10 @@ def test_measures_a_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setattr(models, "load", lambda name: ModelSource(model, tokenizer))
     assert cli.main(["plan", "tiny", "--link", "1", "--tokens", "64", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["bits_per_token"] == 2 * 2 * 2 * 8 * 32 and found["rates"]["link"] == 1e9 / 8
+    assert found["bits_per_token"] == 2 * 2 * 2 * 8 * 16 and found["rates"]["link"] == 1e9 / 8
     assert found["rates"]["prefill"] > 0 and found["rates"]["near"] > 0
     near = next(o for o in found["options"] if o["tier"] == "near")
+    assert found["rates"]["lossless"] > 0
     assert 0 < near["bytes"] < 64 * found["bits_per_token"] / 8 and near["loss"] == 0.01
 
 
