@@ -50,8 +50,9 @@ def sections(kv: KVCache, recomputed: KVCache) -> list[Section]:
 def apply(parsed: Container, form: Form, recomputed: KVCache) -> KVCache:
     """The cache that was stored. StreamError on damage."""
     keys, values = ([np.array(array) for array in side] for side in (recomputed.keys, recomputed.values))
+    there = set(parsed.sections)
     for chunk in range(chunks(form.tokens)):
-        if (REPAIR, chunk) not in parsed.sections:
+        if (REPAIR, chunk) not in there:
             continue
         part = slice(*chunk_bounds(chunk, form.tokens))
         data = parsed.section(REPAIR, chunk)
