@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from seqkv import engine
 from seqkv.engine import CacheError, KVCache, ProbsError, Rope, StreamError, container, id_coding, tokens_tier
 from seqkv.engine.container import Container, Section
 from seqkv.engine.errors import RecomputeError
@@ -307,3 +308,20 @@ def test_altered_repairs_are_refused(toy: Toy) -> None:
         with pytest.raises((StreamError, RecomputeError)):
             flip = lambda data, at=place: data[:at] + bytes((data[at] ^ 4,)) + data[at + 1 :]  # noqa: E731
             read(altered(stream, REPAIR, flip), toy)
+
+
+def test_through_the_front_door(toy: Toy) -> None:
+    ids = toy.sample(300)
+    kv = nudged(toy.recompute(ids), "bfloat16", 0.01)
+    probs = engine.TokenProbs.from_tokens(ids)
+    stream = engine.encode(kv, probs, tier="tokens", model=toy, archive=True, repair=True)
+    assert engine.decode(stream, model=toy).digest() == kv.digest()
+    assert engine.decode(stream, model=toy, tokens=slice(5, 9), layers=slice(1)).shape == kv.shape[:1]
+    np.testing.assert_array_equal(engine.token_ids(stream, model=toy), ids)
+    with pytest.raises(RecomputeError, match="give the model"):
+        engine.decode(stream)
+    found = engine.inspect(stream)
+    assert (found["tier"], found["tokens"], found["layers"]) == ("tokens", 300, LAYERS)
+    assert {"token ids", "digests", "repair"} < set(found["bytes_by_part"])
+    with pytest.raises(ValueError, match="tier"):
+        engine.encode(kv, probs, model=toy)
