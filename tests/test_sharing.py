@@ -37,7 +37,7 @@ from tests.sessions import CausalModel
 
 STEP = 2.0**-7  # what a kl of 0.01 gives, about
 EXCESS = 1.4
-"""How much more a session may lose than it does alone, as plain squares: deltas are held to 1.25 in the Fisher metric."""
+"""How much more a session may lose than it does alone, in plain squares. In the Fisher metric it is 1.25 at most."""
 MOST_EXCESS = 2.0  # of short sessions, of which a good part comes so soon after an edit that it is hardly alike
 
 PARTIAL = Rope(np.array([1.0, 0.1], np.float32), scaling=1.5, layout="interleaved")
