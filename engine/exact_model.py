@@ -27,7 +27,7 @@ _STEPS = 5  # features have 2 ** 5 steps to a channel's scale
 _FINE = 14  # numbers in fixed point have 2 ** 14
 _SUM = (1 << 24) / LARGEST_FEATURE  # what magnitudes of weights may add up to
 _ROWS = 768  # of the token table, that its features are measured on
-_SAMPLE = 128  # tokens that channels are measured on
+_SAMPLE = 64  # tokens that channels are measured on
 
 
 def measured(kv: KVCache) -> NDArray[np.int16]:
@@ -78,12 +78,9 @@ class Model:
         step = power(self.scale - _STEPS)  # of features
         self.to_steps = self.unit / step
         self.rank = 0 if profile is None else profile.table.shape[1]
-        if profile is not None:  # what the largest of some rows of the token table has room for
-            largest = np.abs(profile.table[:: max(1, len(profile.table) // _ROWS)].astype(np.float32)).max(
-                axis=0, initial=0
-            )
-            self.token_step = power(np.frexp(largest)[1] - 8)
-        self.token_maps = [self._token_map(b) for b in range(len(self.widths))]
+        self.token_map, self.token_scale = np.zeros((0, len(mean)), np.float32), np.zeros(len(mean))
+        if profile is not None and self.rank:
+            self.token_map, self.token_scale = self._token_maps(profile)
         bias = mean if profile is None else profile.bias.astype(np.float64)
         self.maps = [self._map(b, step, mean) for b in range(len(self.widths))]
         offset = np.concatenate([m[2] for m in self.maps])
@@ -102,28 +99,35 @@ class Model:
         before = slice(int(self.starts[some.start]), int(self.starts[some.stop]))
         if self.profile is None or len(some) == 0:
             return _nothing(self.widths[block])
-        return self._integers(block, self.profile.maps[block][0], step[before], mean[before])
+        unit, weights = self.unit[self.columns(block)], self.profile.maps[block][0]
+        return self._integers(f"block {block}", weights, step[before], mean[before], unit)
 
-    def _token_map(self, block: int) -> Map:
-        """From tokens."""
-        if self.profile is None or self.rank == 0:
-            return _nothing(self.widths[block])
-        weights = self.profile.token_map[:, self.columns(block)]
-        return self._integers(block, weights, self.token_step, np.zeros(self.rank))
+    def _token_maps(self, profile: Profile) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+        """From tokens: weights of all blocks, side by side, and what their products are worth."""
+        some = profile.table[:: max(1, len(profile.table) // _ROWS)].astype(np.float32)
+        largest = np.abs(some).max(axis=0, initial=0)
+        self.token_step = power(np.frexp(largest)[1] - 8)  # room for twice the largest of these rows
+        return self._integers("all blocks", profile.token_map, self.token_step, np.zeros(self.rank), self.unit)[:2]
 
     def _integers(
-        self, block: int, weights: NDArray[np.float32], step: NDArray[np.float64], mean: NDArray[np.float64]
+        self,
+        what: str,
+        weights: NDArray[np.float32],
+        step: NDArray[np.float64],
+        mean: NDArray[np.float64],
+        unit: NDArray[np.float64],
     ) -> Map:
+        """Weights [features, channels] as integers."""
         count, width = weights.shape
         budget = _SUM - count / 2
         if budget < 1024:
-            raise ProfileError(f"lossless: {count} features predict block {block}, more than can be summed exactly")
+            raise ProfileError(f"lossless: {count} features predict {what}, more than can be summed exactly")
         total, offset = np.zeros(width), np.zeros(width)
         sums(weights, step, mean, total, offset)
         exponent = np.frexp(total / budget)[1]
         out = np.empty(weights.shape, np.float32)
         integers(weights, step, power(-exponent), out)
-        return out, power(exponent) / self.unit[self.columns(block)], offset
+        return out, power(exponent) / unit, offset
 
     def rows(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """What tokens are to the model: distinct rows of the token table as integers, and the row of each token.
@@ -139,9 +143,9 @@ class Model:
         rows = np.clip(rows, -LARGEST_FEATURE, LARGEST_FEATURE).astype(np.float32)
         return rows, index.reshape(-1).astype(np.int64)
 
-    def of_tokens(self, block: int, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """What rows say of a block, [rows, channels]."""
-        return rows @ self.token_maps[block][0]
+    def of_tokens(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        """What rows say of all blocks, [rows, channels]."""
+        return rows @ self.token_map
 
 
 class Window:

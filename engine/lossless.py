@@ -85,7 +85,11 @@ def encode(kv: KVCache, probs: TokenProbs, profile: Profile | None) -> tuple[dic
     for chunk in range(chunks(kv.tokens)):
         ids = probs.token_ids[slice(*chunk_bounds(chunk, kv.tokens))].astype(np.uint32)
         sections.append(Section(TOKENS, chunk, container.pack(ids)))
-    about = {"tier": "lossless", "profile": None if profile is None else profile.fingerprint, "steps": []}
+    about: dict[str, Any] = {
+        "tier": "lossless",
+        "profile": None if profile is None else profile.fingerprint,
+        "steps": [],
+    }
     return about, sections
 
 
@@ -169,7 +173,8 @@ class _Batch:
     def __init__(
         self, model: Model, rows: tuple[NDArray[np.float32], NDArray[np.int64]], parts: list[_Part], form: Format
     ) -> None:
-        self.model, self.rows, self.parts, self.form = model, rows, parts, form
+        self.model, self.parts, self.form = model, parts, form
+        self.all_blocks, self.index = model.of_tokens(rows[0]), rows[1]
         self.start, self.stop = parts[0].tokens.start, parts[-1].tokens.stop
         self.window = Window(model, self.stop - self.start)
         for part in parts:
@@ -189,8 +194,7 @@ class _Batch:
 
     def predict(self, block: int) -> None:
         """Prepare what the chunks expect of a block."""
-        rows, self.index = self.rows
-        self.of_tokens = self.model.of_tokens(block, rows)
+        self.of_tokens = np.ascontiguousarray(self.all_blocks[:, self.model.columns(block)])
         self.of_blocks = self.window.expected(block)
         if self.model.profile is not None:
             self.features = self.window.room(block)
@@ -212,7 +216,7 @@ class _Part:
         batch, model = self.batch, self.batch.model
         here, rows = model.columns(block), slice(self.tokens.start - batch.start, self.tokens.stop - batch.start)
         out = np.empty((self.tokens.stop - self.tokens.start, model.widths[block]), np.int64)
-        of_tokens = batch.of_tokens, batch.index[rows], model.token_maps[block][1]
+        of_tokens = batch.of_tokens, batch.index[rows], model.token_scale[here]
         exact_values.expected(*of_tokens, batch.of_blocks[rows], model.maps[block][1], model.bias[here], out)
         self._turn(out, block, back=False)
         return out
@@ -262,7 +266,7 @@ class _Coded:
         used, odd = exact_values.split(
             bits, wide, predicted, power(-grid) * unit, power(-grid), grid, kind, symbols, words, strange
         )
-        plain = bits.astype(form.bits).astype(np.dtype(form.bits).newbyteorder("<"))
+        plain = bits.astype(np.dtype(form.bits).newbyteorder("<"))
         data = words[:used].astype("<u4", copy=False).tobytes()
         size, strange = len(data), strange[:odd]
         some = np.abs(symbols[:: max(1, len(symbols) // 16)].astype(np.float64))
