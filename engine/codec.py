@@ -70,6 +70,8 @@ def encode(
     if model is not None or archive or repair:
         raise ValueError('model, archive and repair are of tier="tokens"')
     rate_control.check(kl, step)
+    if kv.exact:
+        kv.check_finite()
     if reference is not None:
         if profile is None or profile.predictor == "expectation":
             raise ValueError("a reference needs a profile, of another predictor than the expectation")
@@ -180,7 +182,7 @@ def inspect(stream: Buffer) -> dict[str, Any]:
     form = Form(parsed)
     parts: dict[str, int] = {}
     for kind, index in parsed.sections:
-        name = NAMES.get(kind, f"section {kind}")
+        name = (NAMES | lossless.NAMES).get(kind, f"section {kind}")
         parts[name] = parts.get(name, 0) + parsed.length(kind, index)
     total = memoryview(stream).nbytes
     parts["header and index"] = total - sum(parts.values())

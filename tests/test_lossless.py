@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seqkv import engine
 from seqkv.engine import (
     CacheError,
     KVCache,
@@ -303,6 +304,10 @@ def test_only_an_exact_cache_holds_nan() -> None:
     with pytest.raises(CacheError, match="keys of layer 0, token 1: nan"):
         kv.check_finite()
     assert kv.digest() == KVCache(array.copy(), array, exact=True).digest()
+    probs = TokenProbs.from_tokens(np.arange(2))
+    with pytest.raises(CacheError, match="keys of layer 0, token 1: nan"):
+        engine.encode(kv, probs)
+    assert engine.decode(engine.encode(kv, probs, tier="lossless")).digest() == kv.digest()
 
 
 def test_torch_bfloat16_keeps_its_bits() -> None:
