@@ -67,7 +67,7 @@ def test_symbols_are_the_nearest_integers(tokens: int, coefs: int, seed: int, oc
     symbols = np.zeros((tokens, coefs + 3), np.int32)
     part = symbols[:, 1:-2]  # rows that are apart in memory
     total = quantise(residual, fineness, part)
-    scaled = (residual * fineness[:, None]).astype(np.float64)
+    scaled = residual.astype(np.float64) * fineness[:, None]
     assert (np.abs(scaled - part) <= 0.5 + 1e-6 * np.abs(scaled)).all()
     assert not symbols[:, [0, -2, -1]].any()
     assert total == pytest.approx(
