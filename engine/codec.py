@@ -14,7 +14,7 @@ from seqkv.engine.arrays import current
 from seqkv.engine.cache import ITEM_BYTES, KVCache
 from seqkv.engine.container import Buffer, Container, Section
 from seqkv.engine.errors import CacheError, ProbsError, StreamError
-from seqkv.engine.form import NAMES, TOPK_IDS, TOPK_PROBS, Form, chunks, describe
+from seqkv.engine.form import NAMES, TIERS, TOPK_IDS, TOPK_PROBS, Form, chunks, describe
 from seqkv.engine.host import needed
 from seqkv.engine.id_coding import Model
 from seqkv.engine.known import Known, plain_ids
@@ -65,10 +65,20 @@ def encode(
     The same arguments give the same bytes on one machine. Raises CacheError, ProbsError, ProfileError if the arguments
     are bad or do not fit together, ValueError for kl or step out of range, DeviceError if there is no device.
     """
-    if tier != "near":
-        return _exactly(kv, probs, tier, profile, model, archive, repair)
-    if model is not None or archive or repair:
+    if tier not in TIERS:
+        raise ValueError(f'tier must be "near", "lossless" or "tokens", not {tier!r}')
+    if tier != "tokens" and (model is not None or archive or repair):
         raise ValueError('model, archive and repair are of tier="tokens"')
+    if probs.tokens != kv.tokens:
+        raise ProbsError(f"the cache holds {kv.tokens} tokens, the probabilities are of {probs.tokens}")
+    if tier == "tokens":
+        return container.write(*tokens_tier.encode(kv, probs.token_ids, model=model, archive=archive, repair=repair))
+    if profile is not None:
+        profile.check(kv)
+    header, positions = describe(kv)
+    if tier == "lossless":
+        entries, sections = lossless.encode(kv.to("cpu"), probs, profile)
+        return container.write(header | entries, sections + positions)
     rate_control.check(kl, step)
     if kv.exact:
         kv.check_finite()
@@ -76,10 +86,6 @@ def encode(
         if profile is None or profile.predictor == "expectation":
             raise ValueError("a reference needs a profile, of another predictor than the expectation")
         reference, backend = Reference.of(reference, profile), "cpu"
-    if probs.tokens != kv.tokens:
-        raise ProbsError(f"the cache holds {kv.tokens} tokens, the probabilities are of {probs.tokens}")
-    if profile is not None:
-        profile.check(kv)
     where = _where(backend or kv.backend)
     kv = kv.to(backend or kv.backend)
     with current(kv.keys[0]):
@@ -94,7 +100,6 @@ def encode(
                 sections.append(aligned.section())
         else:
             sections, loss = _near(kv, probs, mode, index, classes, where)
-    header, positions = describe(kv)
     header |= about | {"loss": _shown(loss)}
     requested = None if step is not None else float(kl)
     header["kl"] = {"requested": requested, "expected": _short(rate_control.kl_at(mode.curve, index))}
@@ -220,7 +225,7 @@ def token_ids(
     if form.tier == "tokens":
         return tokens_tier.read_ids(parsed, form, model)
     if form.tier == "lossless":
-        return plain_ids(parsed, form)
+        return plain_ids(parsed, form, range(chunks(form.tokens)))
     aligned = Aligned.read(parsed, form, profile, reference)
     return Known.read(parsed, form, range(chunks(form.tokens)), aligned).ids
 
@@ -230,26 +235,6 @@ def _where(backend: str) -> Any:
     if backend not in ("cpu", "cuda"):
         raise ValueError(f'backend must be "cpu" or "cuda", not {backend!r}')
     return importlib.import_module("seqkv.engine.host" if backend == "cpu" else "seqkv.engine.device")
-
-
-def _exactly(
-    kv: KVCache, probs: TokenProbs, tier: str, profile: Profile | None, model: Model | None, archive: bool, repair: bool
-) -> bytes:
-    """A stream of a tier without loss."""
-    if probs.tokens != kv.tokens:
-        raise ProbsError(f"the cache holds {kv.tokens} tokens, the probabilities are of {probs.tokens}")
-    if tier == "tokens":
-        header, sections = tokens_tier.encode(kv, probs.token_ids, model=model, archive=archive, repair=repair)
-        return container.write(header, sections)
-    if tier != "lossless":
-        raise ValueError(f'tier must be "near", "lossless" or "tokens", not {tier!r}')
-    if model is not None or archive or repair:
-        raise ValueError('model, archive and repair are of tier="tokens"')
-    if profile is not None:
-        profile.check(kv)
-    entries, sections = lossless.encode(kv.to("cpu"), probs, profile)
-    header, positions = describe(kv)
-    return container.write(header | {"tier": tier, "steps": []} | entries, sections + positions)
 
 
 def _classes(kv: KVCache, mode: Mode, received: Any, where: Any) -> NDArray[np.uint8]:
@@ -289,8 +274,7 @@ def _decode(
     aligned = Aligned.read(parsed, form, profile, reference)
     known = Known.read(parsed, form, needed(mode, wanted), aligned)
     probs = _stored_probs(parsed, form, mode.predictor, known.ids)
-    more = {} if aligned is None else {"aligned": aligned}
-    where.decode_chunks(parsed, form, mode, probs, known.classes, wanted, depth, target, **more)
+    where.decode_chunks(parsed, form, mode, probs, known.classes, wanted, depth, target, aligned)
 
 
 def _shown(loss: near.Loss) -> dict[str, float | None]:

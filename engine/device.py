@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from seqkv.cuda_kernels import coder, device, elementwise
 from seqkv.cuda_kernels.linear import multiply
-from seqkv.engine import near, quantiser
+from seqkv.engine import layout, near, quantiser
 from seqkv.engine.cache import KVCache, Rope
 from seqkv.engine.container import Container, Section
 from seqkv.engine.errors import ProbsError, StreamError
@@ -39,15 +39,7 @@ _STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 def blocks_of(kv: KVCache, tokens: slice) -> Callable[[int], Any]:
     """The blocks of some tokens of a cache on a device: block -> [tokens, channels] float32, keys before rotation."""
-    turns = _Turns(kv.positions[tokens])
-
-    def values(block: int) -> Any:
-        layer, is_value = divmod(block, 2)
-        if is_value:
-            return turns.to_block(kv.values[layer][:, tokens], None)
-        return turns.to_block(kv.keys[layer][:, tokens], kv.rope[layer])
-
-    return values
+    return layout.blocks_of(kv, tokens, _Turns(kv.positions[tokens]))
 
 
 def encode_chunks(
@@ -74,8 +66,9 @@ def decode_chunks(
     wanted: range,
     depth: range,
     target: Target,
+    aligned: None = None,
 ) -> None:
-    """As host.decode_chunks."""
+    """As host.decode_chunks, but for streams that were coded against a reference."""
     xp = device.cupy()
     layers = len(form.shape) if mode.sequential else depth.stop  # that must be decoded
     for some in _batches(mode, needed(mode, wanted)):

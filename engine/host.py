@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from seqkv.engine import delta, near, prediction
+from seqkv.engine import delta, layout, near, prediction
 from seqkv.engine.arrays import round_to_bfloat16
 from seqkv.engine.cache import KVCache
 from seqkv.engine.container import Container, Section
@@ -31,22 +31,13 @@ WORKERS = min(4, os.cpu_count() or 1)  # chunks whose symbols are coded at the s
 
 def blocks_of(kv: KVCache, tokens: slice) -> Callable[[int], NDArray[np.float32]]:
     """The blocks of some tokens of a cache: block -> [tokens, channels] float32, keys before rotation."""
-    turns = Turns(kv.positions[tokens])
-
-    def values(block: int) -> NDArray[np.float32]:
-        layer, is_value = divmod(block, 2)
-        if is_value:
-            return turns.to_block(kv.values[layer][:, tokens], None)
-        return turns.to_block(kv.keys[layer][:, tokens], kv.rope[layer])
-
-    return values
+    return layout.blocks_of(kv, tokens, Turns(kv.positions[tokens]))
 
 
 def encode_chunks(
     kv: KVCache, mode: Mode, probs: TokenProbs, classes: NDArray[np.uint8], step: int
 ) -> tuple[list[Section], near.Loss]:
     """The sections of all chunks, and what quantisation lost. classes [layers, tokens]: importance; step: an index."""
-    gain = near.gains(mode.gains, classes)
 
     def pack(chunk: int, side: near.Side, symbols: NDArray[np.int32]) -> list[Section]:
         magnitude = np.abs(symbols).sum(axis=0, dtype=np.int64)
@@ -61,7 +52,7 @@ def encode_chunks(
             coded = []
             for chunk in some:
                 start, stop = chunk_bounds(chunk, kv.tokens)
-                side = side_of(mode, probs, gain, step, start, stop)
+                side = side_of(mode, probs, classes, step, start, stop)
                 symbols, decoded, lost = near.encode_chunk(mode.model(), side, blocks_of(kv, slice(start, stop)))
                 mode.learn(decoded)
                 loss += lost
@@ -94,14 +85,14 @@ class Coding:
     form: Form
     mode: Mode
     probs: TokenProbs
-    gain: NDArray[np.int8]
+    classes: NDArray[np.uint8]
     aligned: Aligned | None
 
     def unpack(self, chunk: int, layers: int) -> Unpacked:
         """The symbols of a chunk's first layers. StreamError on damage."""
         form, mode, starts = self.form, self.mode, self.mode.starts
         try:
-            side = side_of(mode, self.probs, self.gain, form.steps[chunk], *chunk_bounds(chunk, form.tokens))
+            side = side_of(mode, self.probs, self.classes, form.steps[chunk], *chunk_bounds(chunk, form.tokens))
         except ProbsError as error:
             raise StreamError(f"altered: {error}") from error
         scale = mode.stored_scale(self.parsed, chunk, side.step)
@@ -157,7 +148,7 @@ def decode_chunks(
 ) -> None:
     """Decode the tokens `wanted` of the layers `depth` into `target`, and no more than that needs."""
     layers = len(form.shape) if mode.sequential else depth.stop  # that must be decoded
-    coding = Coding(parsed, form, mode, probs, near.gains(mode.gains, classes), aligned)
+    coding = Coding(parsed, form, mode, probs, classes, aligned)
 
     def store(chunk: int, decoded: NDArray[np.float32]) -> None:
         start, stop = chunk_bounds(chunk, form.tokens)
@@ -202,7 +193,7 @@ def _batches(some: range) -> Iterator[range]:
     return (some[i : i + WORKERS] for i in range(0, len(some), WORKERS))
 
 
-def side_of(mode: Mode, probs: TokenProbs, gain: NDArray[np.int8], step: int, start: int, stop: int) -> near.Side:
+def side_of(mode: Mode, probs: TokenProbs, classes: NDArray[np.uint8], step: int, start: int, stop: int) -> near.Side:
     """What the tokens from start to stop are predicted and quantised with. ProbsError as prediction.token_rows."""
     rows, index = prediction.token_rows(mode.table, probs.part(start, stop), mode.predictor)
-    return near.Side(rows, index, np.ascontiguousarray(gain[:, start:stop]), step, first=start == 0)
+    return near.Side(rows, index, near.gains(mode.gains, classes[:, start:stop]), step, first=start == 0)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from seqkv.engine import container, importance, near
 from seqkv.engine.container import Container, Section
-from seqkv.engine.form import CLASSES, TOKENS, Form, chunk_bounds, chunks
+from seqkv.engine.form import CLASSES, TOKENS, Form, chunk_bounds
 
 if TYPE_CHECKING:
     from seqkv.engine.reference import Aligned
@@ -67,10 +67,10 @@ class Known:
         self.classes[:, start:] = np.where(plain & near_by, expected, own)
 
 
-def plain_ids(parsed: Container, form: Form) -> NDArray[np.int64]:
-    """The token ids of a stream that stores all of them, [tokens]. StreamError on damage."""
+def plain_ids(parsed: Container, form: Form, some: range) -> NDArray[np.int64]:
+    """The token ids of some chunks of a stream that stores all, [tokens]; 0 elsewhere. StreamError on damage."""
     ids = np.zeros(form.tokens, np.int64)
-    for chunk in range(chunks(form.tokens)):
+    for chunk in some:
         start, stop = chunk_bounds(chunk, form.tokens)
         ids[start:stop] = container.unpack(parsed.section(TOKENS, chunk), np.uint32, shape=(stop - start,))
     return ids

@@ -6,6 +6,7 @@ the plain reference of the arithmetic.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from seqkv.cuda_kernels.scalar import LARGEST_HALF, bfloat16_bits, rotated
-from seqkv.engine.cache import Rope
+from seqkv.engine.cache import KVCache, Rope
 
 
 def block_widths(shape: tuple[tuple[int, int, int], ...]) -> tuple[int, ...]:
@@ -25,6 +26,21 @@ def block_widths(shape: tuple[tuple[int, int, int], ...]) -> tuple[int, ...]:
 def block_starts(widths: tuple[int, ...]) -> NDArray[np.int32]:
     """First coefficient of each block, and their number: [blocks + 1]."""
     return np.concatenate([[0], np.cumsum(widths)]).astype(np.int32)
+
+
+def blocks_of(kv: KVCache, tokens: slice, turns: Any) -> Callable[[int], Any]:
+    """The blocks of some tokens of a cache: block -> [tokens, channels] float32, keys before rotation.
+
+    turns: the rotation of these tokens, a Turns, or what does the same where the cache is.
+    """
+
+    def values(block: int) -> Any:
+        layer, is_value = divmod(block, 2)
+        if is_value:
+            return turns.to_block(kv.values[layer][:, tokens], None)
+        return turns.to_block(kv.keys[layer][:, tokens], kv.rope[layer])
+
+    return values
 
 
 @dataclass

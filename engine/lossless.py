@@ -30,6 +30,7 @@ from seqkv.engine.exact_model import LARGEST_EXPONENT, Angles, Model, Window, me
 from seqkv.engine.exact_values import FORMATS, Format
 from seqkv.engine.form import TOKENS, Form, chunk_bounds, chunks
 from seqkv.engine.host import WORKERS
+from seqkv.engine.known import plain_ids
 from seqkv.engine.near import CHUNK
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.profile import Profile
@@ -104,10 +105,7 @@ def decode(parsed: Container, form: Form, profile: Profile | None, wanted: range
     some = range(wanted.start // CHUNK, chunks(wanted.stop))
     for chunk in some:
         parsed.length(SYMBOLS, chunk)  # before anything of their size is made
-    ids = np.zeros(form.tokens, np.int64)
-    for chunk in some:
-        part = slice(*chunk_bounds(chunk, form.tokens))
-        ids[part] = container.unpack(parsed.section(TOKENS, chunk), np.uint32, shape=(part.stop - part.start,))
+    ids = plain_ids(parsed, form, some)
     numbers = FORMATS[form.dtype]
     kind = np.float16 if form.dtype == "float16" else np.float32
     sides = [

@@ -85,10 +85,6 @@ class Reference:
         return cls.of(stream, profile, find)
 
     @functools.cached_property
-    def gain(self) -> NDArray[np.int8]:
-        return near.gains(self.mode.gains, self.known.classes)
-
-    @functools.cached_property
     def probs(self) -> TokenProbs:
         return TokenProbs.from_tokens(self.token_ids)
 
@@ -103,7 +99,7 @@ class Reference:
     def blocks(self, chunk: int) -> NDArray[np.float32]:
         """Decoded blocks of a chunk, side by side, keys un-rotated: [tokens, coefs]."""
         if chunk not in self._decoded:
-            coding = host.Coding(self.parsed, self.form, self.mode, self.probs, self.gain, self.aligned)
+            coding = host.Coding(self.parsed, self.form, self.mode, self.probs, self.known.classes, self.aligned)
             self._decoded[chunk] = coding.decode(coding.unpack(chunk, len(self.form.shape)), len(self.form.shape))
             while len(self._decoded) > KEPT:
                 self._decoded.popitem(last=False)

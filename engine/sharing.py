@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,9 @@ may be more than quantisation lost."""
 
 MOST_OF_ALONE = 1.25  # times the loss of a chunk alone, in the Fisher metric, that deltas may lose
 STRANGE = 0.7  # a token is not aligned if more than this part of its residual's energy would be left
+
+
+Blocks = Callable[[int], NDArray[np.float32]]  # of a chunk: block -> [tokens, channels]
 
 
 @dataclass
@@ -108,15 +112,18 @@ class Shared:
     def _code(self, chunk: int) -> list[Section]:
         """A chunk's coefficients, with the reference where that is worth it. Adds to the loss."""
         part = slice(*chunk_bounds(chunk, self.kv.tokens))
+        values = functools.cache(blocks_of(self.kv, part))
         settled = self.known.classes[:, part].copy()
         self.known.classes[:, part] = self.classes[:, part]
-        best, lost, decoded = self._alone(chunk)
+        best, lost, decoded = self._alone(chunk, values)
         alone = lost.fisher
         self.known.classes[:, part] = settled
         if self.aligned.any(part):
-            self._part_from_strangers(chunk, decoded)
-        for price in delta.PRICES if self.aligned.any(part) else ():
-            coded = self._delta(chunk, price)
+            self._part_from_strangers(chunk, values, decoded)
+        held = self.aligned.held(part)
+        reference = self.reference.rows(self.aligned.index[part][held])
+        for price in delta.PRICES if held.any() else ():
+            coded = self._delta(chunk, values, held, reference, price)
             if coded is None:
                 break
             if coded[1].fisher <= MOST_OF_ALONE * alone:
@@ -129,13 +136,13 @@ class Shared:
         self.loss += lost
         return best
 
-    def _part_from_strangers(self, chunk: int, decoded: NDArray[np.float32]) -> None:
+    def _part_from_strangers(self, chunk: int, values: Blocks, decoded: NDArray[np.float32]) -> None:
         """Align no longer the tokens of a chunk of which the reference says little more than what is decoded already.
 
         decoded [tokens, coefs]: of the chunk coded alone.
         """
         model, side, part = self.mode.model(), self._side(chunk), slice(*chunk_bounds(chunk, self.kv.tokens))
-        values, held = blocks_of(self.kv, part), self.aligned.held(part)
+        held = self.aligned.held(part)
         reference, expected = self.reference.rows(self.aligned.index[part][held]), near.from_tokens(model, side)
         own, other = np.zeros(len(held)), np.zeros(len(held))
         for block in range(len(model.widths)):
@@ -150,23 +157,20 @@ class Shared:
 
     def _side(self, chunk: int) -> near.Side:
         start, stop = chunk_bounds(chunk, self.kv.tokens)
-        gain = near.gains(self.mode.gains, self.known.classes)
-        return side_of(self.mode, self.probs, gain, self.step, start, stop)
+        return side_of(self.mode, self.probs, self.known.classes, self.step, start, stop)
 
-    def _alone(self, chunk: int) -> tuple[list[Section], near.Loss, NDArray[np.float32]]:
+    def _alone(self, chunk: int, values: Blocks) -> tuple[list[Section], near.Loss, NDArray[np.float32]]:
         side, starts = self._side(chunk), self.mode.starts
-        part = slice(*chunk_bounds(chunk, self.kv.tokens))
-        symbols, decoded, lost = near.encode_chunk(self.mode.model(), side, blocks_of(self.kv, part))
+        symbols, decoded, lost = near.encode_chunk(self.mode.model(), side, values)
         return [Section(CHUNK, chunk, near.encode_symbols(self.mode.places, starts, side, symbols))], lost, decoded
 
-    def _delta(self, chunk: int, price: float) -> tuple[list[Section], near.Loss] | None:
-        """None if the reference is so far away that symbols do not reach."""
+    def _delta(
+        self, chunk: int, values: Blocks, held: NDArray[np.bool_], reference: NDArray[np.float32], price: float
+    ) -> tuple[list[Section], near.Loss] | None:
+        """With the tokens `held` as reference [held tokens, coefs] has them; None if that is too far for symbols."""
         side, starts, scale = self._side(chunk), self.mode.starts, self.mode.places
-        part = slice(*chunk_bounds(chunk, self.kv.tokens))
-        held = self.aligned.held(part)
-        reference = self.reference.rows(self.aligned.index[part][held])
         try:
-            coded = delta.encode_chunk(self.mode.model(), side, scale, blocks_of(self.kv, part), held, reference, price)
+            coded = delta.encode_chunk(self.mode.model(), side, scale, values, held, reference, price)
         except CacheError:
             return None
         groups = (

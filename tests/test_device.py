@@ -105,11 +105,11 @@ def symbols_of(stream: bytes, profile: Profile, s: Any) -> Any:
     from seqkv.engine.modes import Calibrated
 
     parsed = Container.parse(stream)
-    gain = near.gains(profile.gains, importance.classes(s.importance))
+    classes = importance.classes(s.importance)
     out = np.zeros((s.kv.tokens, profile.starts[-1]), np.int64)
     for chunk in range(2):
         start, stop = 256 * chunk, min(256 * chunk + 256, s.kv.tokens)
-        side = host.side_of(Calibrated(profile), s.probs, gain, quantiser.step_index(STEP), start, stop)
+        side = host.side_of(Calibrated(profile), s.probs, classes, quantiser.step_index(STEP), start, stop)
         part, live = near.decode_symbols(
             near.Scale(profile.scale), profile.starts, side, parsed.section(CHUNK, chunk), 3
         )
