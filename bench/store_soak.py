@@ -133,12 +133,14 @@ class Journal:
                 self.digests[operations[self.done]] = int(digest)
 
 
-def write(folder: Path, sessions: int, limit: int | None) -> None:
-    """The writer: goes on where the one before was killed."""
+def write(folder: Path, sessions: int, limit: int | None, permitted: Any) -> None:
+    """The writer: goes on where the one before was killed, up to the operation that is permitted by now."""
     operations, journal = schedule(sessions), Journal(folder / "journal")
     journal.update(operations)
     with _store(folder, limit) as store:
         for number in range(journal.done + 1, len(operations)):
+            while number > permitted.value:
+                time.sleep(0.002)
             operation = operations[number]
             journal.write("begin", number)
             digest = 0
@@ -229,6 +231,7 @@ def soak(folder: Path, sessions: int, kills: int, readers: int, limit: int | Non
     operations, journal = schedule(sessions), Journal(folder / "journal")
     context = multiprocessing.get_context("fork")
     counts = context.Array("q", readers, lock=False)
+    permitted = context.Value("q", 0, lock=False)  # operations; a fast writer waits for its killer
     rng = np.random.default_rng()
     began = time.monotonic()
 
@@ -238,15 +241,18 @@ def soak(folder: Path, sessions: int, kills: int, readers: int, limit: int | Non
         return process
 
     reading = [start(read, me, counts) for me in range(readers)]
-    writing, killed, interrupted = start(write), 0, 0
+    writing, killed, interrupted = start(write, permitted), 0, 0
     try:
         while True:
             journal.update(operations)
+            due = (killed + 1) * len(operations) / (kills + 1)
+            last = len(operations) - 1
+            permitted.value = last if killed == kills else min(int(due) + len(operations) // (kills + 1), last - 1)
             if not writing.is_alive() and writing.exitcode != 0:
                 raise RuntimeError(f"the writer ended with {writing.exitcode}")
-            if journal.done == len(operations) - 1:
+            if journal.done == last:
                 break
-            if killed < kills and journal.done + 1 >= (killed + 1) * len(operations) / (kills + 1):
+            if killed < kills and journal.done + 1 >= due:
                 time.sleep(rng.exponential(0.1))
                 _kill(writing)
                 journal.update(operations)
@@ -256,7 +262,7 @@ def soak(folder: Path, sessions: int, kills: int, readers: int, limit: int | Non
                     victim = int(rng.integers(readers))
                     _kill(reading[victim])
                     reading[victim] = start(read, victim, counts)
-                writing = start(write)
+                writing = start(write, permitted)
                 _show(f"{killed} kills, {journal.done + 1} of {len(operations)} operations, {sum(counts)} reads")
             time.sleep(0.003)
         writing.join(SECONDS_TO_STOP)
