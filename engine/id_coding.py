@@ -18,6 +18,9 @@ from seqkv.engine.errors import StreamError
 from seqkv.engine.form import chunk_bounds, chunks
 from seqkv.entropy_coding.intervals import Adaptive, Decoder, Encoder
 
+# (start, size, total) of a chunk that is coded under the model's predictions, as good as always, and of another one
+_REPEATED, _OTHER = (0, 255, 256), (255, 1, 256)
+
 
 class Model(Protocol):
     """What runs a model again, as `adapters.source.ModelSource` does."""
@@ -53,23 +56,23 @@ def packed(ids: NDArray[np.int64], vocab: int) -> bytes:
 
 
 def at_surprisal(ids: NDArray[np.int64], model: Model) -> bytes:
-    """ids [tokens] under the model's predictions, where it repeats them: a bit for each chunk that says so, then the
-    coder's bytes.
+    """ids [tokens] under the model's predictions, where it repeats them: for each chunk whether it does, and its ids.
 
     The second run is what a decoder does, a step of the model an id. It decodes an id if and only if its interval is
     the one that was coded; equal intervals are the proof that a chunk can be decoded.
     """
     first, second = _intervals(ids, model), _intervals(ids, model)
-    bounds = [chunk_bounds(chunk, ids.size) for chunk in range(chunks(ids.size))]
-    flags = [np.array_equal(first[start:stop], second[start:stop]) for start, stop in bounds]
     encoder, distribution = Encoder(), Adaptive(model.vocab)
-    for flagged, (start, stop) in zip(flags, bounds, strict=True):
-        own = max(start, 1) if flagged else stop  # nothing predicts the first id
+    for chunk in range(chunks(ids.size)):
+        start, stop = chunk_bounds(chunk, ids.size)
+        repeated = np.array_equal(first[start:stop], second[start:stop])
+        encoder.put(*_REPEATED if repeated else _OTHER)
+        own = max(start, 1) if repeated else stop  # nothing predicts the first id
         encoder.put_adaptive(ids[start:own], distribution)
         for interval in first[own:stop]:
             encoder.put(*map(int, interval))
         distribution.learn(ids[own:stop])
-    return np.packbits(flags).tobytes() + encoder.finish()
+    return encoder.finish()
 
 
 def _intervals(ids: NDArray[np.int64], model: Model) -> NDArray[np.int64]:
@@ -83,57 +86,60 @@ def _intervals(ids: NDArray[np.int64], model: Model) -> NDArray[np.int64]:
 def read(data: memoryview, tokens: int, vocab: int, model: Model | None) -> Iterator[tuple[NDArray[np.int64], bool]]:
     """The ids of each chunk in turn, and whether the model's predictions have had a part in them.
 
-    model: None if `packed` wrote data, else the one that `at_surprisal` had. StreamError if data end early; ids that
-    come out after predictions which are not those of the encoder are others, which is for the caller to find.
+    model: None if `packed` wrote data, else the one that `at_surprisal` had; it takes no step before it has to predict.
+    StreamError if data end early; ids that come out after predictions which are not those of the encoder are others,
+    which is for the caller to find.
     """
-    flags = np.zeros(chunks(tokens), bool)
-    if model is not None:
-        size = -(-flags.size // 8)
-        if len(data) < size:
-            raise StreamError("altered: the token ids end within their flags")
-        flags = np.unpackbits(np.frombuffer(data[:size], np.uint8), count=flags.size).astype(bool)
-        data = data[size:]
     decoder, distribution = Decoder(data), Adaptive(vocab)
-    predicted = None if model is None or not flags.any() else _Predicted(model)
-    for chunk, flagged in enumerate(flags):
+    predicted = None if model is None else _Predicted(model)
+    doubtful = False
+    for chunk in range(chunks(tokens)):
         start, stop = chunk_bounds(chunk, tokens)
-        if flagged and predicted is not None:
-            ids = predicted.read(stop - start, decoder, distribution)
+        repeated = False
+        if predicted is not None:
+            repeated = decoder.target(_REPEATED[2]) < _REPEATED[1]
+            decoder.take(*_REPEATED if repeated else _OTHER)
+        if repeated and predicted is not None:
+            ids, doubtful = predicted.read(stop - start, decoder, distribution), True
         else:
             ids = decoder.take_adaptive(stop - start, distribution)
-            if predicted is not None and flags[chunk:].any():
-                predicted.pass_over(ids)
-        doubtful = bool(flags[: chunk + 1].any())
+            if predicted is not None:
+                predicted.unseen.extend(ids.tolist())
         if decoder.exhausted and not doubtful:
             raise StreamError(f"altered: the token ids end within chunk {chunk}")
         yield ids, doubtful
 
 
 class _Predicted:
-    """Ids under the model's predictions, one step of the model an id."""
+    """Ids under the model's predictions, one step of the model an id.
+
+    unseen: ids that were read, and that the model has not seen yet; it sees them once it has to predict.
+    """
 
     def __init__(self, model: Model) -> None:
-        self._step = model.stepper()
-        self._last: int | None = None  # the id whose successor comes next; the model has not seen it yet
+        self.unseen: list[int] = []
+        self._model = model
+        self._step: Callable[[int], NDArray[np.float32]] | None = None
 
     def read(self, count: int, decoder: Decoder, distribution: Adaptive) -> NDArray[np.int64]:
         """The next ids."""
         out = np.empty(count, np.int64)
         for i in range(count):
-            if self._last is None:  # nothing predicts the first id
+            if not self.unseen:  # nothing predicts the first id
                 out[i] = decoder.take_adaptive(1, distribution)[0]
             else:
-                logits = self._step(self._last)
+                logits = self._logits()
                 total = surprisal.total(logits)
                 out[i], start, size = surprisal.token_at(logits, decoder.target(total))
                 decoder.take(start, size, total)
                 distribution.learn(out[i : i + 1])
-            self._last = int(out[i])
+            self.unseen.append(int(out[i]))
         return out
 
-    def pass_over(self, ids: NDArray[np.int64]) -> None:
-        """Ids that were read in another way."""
-        for token in ids:
-            if self._last is not None:
-                self._step(self._last)
-            self._last = int(token)
+    def _logits(self) -> NDArray[np.float32]:
+        """What follows the ids so far."""
+        self._step = self._step or self._model.stepper()
+        for token in self.unseen:
+            logits = self._step(token)
+        self.unseen.clear()
+        return logits

@@ -11,7 +11,17 @@ import pytest
 from numpy.typing import NDArray
 
 from seqkv import engine
-from seqkv.engine import CacheError, KVCache, ProbsError, Rope, StreamError, container, id_coding, tokens_tier
+from seqkv.engine import (
+    CacheError,
+    KVCache,
+    ProbsError,
+    Rope,
+    StreamError,
+    container,
+    id_coding,
+    surprisal,
+    tokens_tier,
+)
 from seqkv.engine.container import Container, Section
 from seqkv.engine.errors import RecomputeError
 from seqkv.engine.form import DIGESTS, REPAIR, TOKEN_IDS, Form
@@ -119,19 +129,31 @@ def test_an_archive_costs_the_cross_entropy(toy: Toy) -> None:
     assert 8 * packed > 1.2 * bits
 
 
-def test_chunks_that_a_second_run_does_not_repeat_are_coded_without_the_model(toy: Toy) -> None:
+def test_chunks_that_a_second_run_does_not_repeat_are_coded_without_the_model(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predicted = []
+    token_at = surprisal.token_at
+    monkeypatch.setattr(surprisal, "token_at", lambda *args: predicted.append(token_at(*args)) or predicted[-1])
     ids = toy.sample(1000)
     toy.noise = lambda run, step: run * (300 <= step < 310)  # in chunk 1 alone
     coded = Container.parse(write(toy.recompute(ids), ids, model=toy, archive=True)).section(TOKEN_IDS)
-    assert np.unpackbits(np.frombuffer(coded[:1], np.uint8)).tolist() == [1, 0, 1, 1, 0, 0, 0, 0]
     chunks = list(id_coding.read(coded, 1000, VOCAB, toy))
     np.testing.assert_array_equal(np.concatenate([some for some, _ in chunks]), ids)
+    np.testing.assert_array_equal([token for token, _, _ in predicted], np.concatenate([ids[1:256], ids[512:]]))
     toy.noise = lambda run, step: run
     coded = Container.parse(write(toy.recompute(ids), ids, model=toy, archive=True)).section(TOKEN_IDS)
-    assert not any(coded[:1])
     runs = toy.runs
     assert [doubtful for _, doubtful in id_coding.read(coded, 1000, VOCAB, toy)] == [False] * 4
     assert toy.runs == runs  # needs no prediction
+
+
+def test_an_archive_takes_its_surprisal_and_a_byte(toy: Toy) -> None:
+    for count in (1, 2, 40, 300, 1000):
+        ids = toy.sample(1000)[:count]
+        intervals = id_coding._intervals(ids, toy)[1:]
+        bits = np.log2(intervals[:, 2] / intervals[:, 1]).sum() + np.log2(VOCAB)
+        assert 8 * len(id_coding.at_surprisal(ids, toy)) < 1.001 * bits + 8
 
 
 def test_other_predictions_are_refused(toy: Toy) -> None:
