@@ -16,11 +16,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,8 +37,9 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging
 
 from seqkv import engine
+from seqkv.adapters import rope
 from seqkv.cuda_kernels.device import available
-from seqkv.engine import CacheError, KVCache, Rope, TokenProbs
+from seqkv.engine import CacheError, KVCache, TokenProbs
 from seqkv.engine.arrays import on_device
 
 _OBSERVED = "seqkv_observed_sdpa"  # the attention implementation that observe_attention registers
@@ -70,7 +70,8 @@ def to_kv(cache: Any, model: PreTrainedModel, batch_index: int = 0) -> KVCache:
         if not 0 <= batch_index < layer.keys.shape[0]:
             raise CacheError(f"the cache holds {layer.keys.shape[0]} sequences, there is no number {batch_index}")
     keys = [layer.keys[batch_index] for layer in layers]
-    return KVCache(keys, [layer.values[batch_index] for layer in layers], rope=_ropes(model, keys))
+    ropes = rope.of_decoder(_decoder(model), _text_config(model), [key.shape[-1] for key in keys])
+    return KVCache(keys, [layer.values[batch_index] for layer in layers], rope=ropes)
 
 
 def to_cache(
@@ -334,31 +335,6 @@ def _decoder(model: PreTrainedModel) -> Any:
 
 def _text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
-
-
-def _ropes(model: PreTrainedModel, keys: list[torch.Tensor]) -> list[Rope | None]:
-    """How each layer's keys were turned, as far as the model tells."""
-    config, decoder = _text_config(model), _decoder(model)
-    rotary = getattr(decoder, "rotary_emb", None)
-    rotate = getattr(sys.modules[type(decoder).__module__], "rotate_half", None)
-    # the cache of multi-head latent attention holds something else than turned keys
-    if rotary is None or rotate is None or getattr(config, "kv_lora_rank", None):
-        return [None] * len(keys)
-    # models call it rotate_half whichever pairs they turn, so ask where it puts channel 0: behind 1, or behind 2
-    layout: Literal["half", "interleaved"] = (
-        "half" if rotate(torch.arange(4.0)).tolist() == [-2, -3, 0, 1] else "interleaved"
-    )
-    types = getattr(config, "layer_types", None) or [None] * len(keys)
-    turned = getattr(config, "no_rope_layers", None) or [True] * len(keys)  # the name says no, 1 means yes
-    ropes: list[Rope | None] = []
-    for layer, key in enumerate(keys):
-        prefix = f"{types[layer]}_" if hasattr(rotary, f"{types[layer]}_inv_freq") else ""  # Gemma 3: one a layer type
-        freq = getattr(rotary, f"{prefix}inv_freq", None)
-        if freq is None or not turned[layer] or 2 * freq.numel() > key.shape[-1]:
-            ropes.append(None)
-        else:
-            ropes.append(Rope(freq.float().cpu().numpy(), getattr(rotary, f"{prefix}attention_scaling", 1.0), layout))
-    return ropes
 
 
 @contextlib.contextmanager
