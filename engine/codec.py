@@ -240,8 +240,10 @@ def _where(backend: str) -> Any:
 def _classes(kv: KVCache, mode: Mode, received: Any, where: Any) -> NDArray[np.uint8]:
     """Importance classes [layers, tokens], from attention received if that was given."""
     if received is None:
-        return importance.classes(mode.attention(kv, where.blocks_of, where.SPAN))
-    return importance.classes(importance.checked(received, kv.layers, kv.tokens))
+        attention = mode.attention(kv, where.blocks_of, where.SPAN)
+    else:
+        attention = importance.checked(received, kv.layers, kv.tokens)
+    return importance.classes(attention, importance.sinks(kv.positions))
 
 
 def _near(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from seqkv.engine import delta, layout, near, prediction
+from seqkv.engine import delta, importance, layout, near, prediction
 from seqkv.engine.arrays import round_to_bfloat16
 from seqkv.engine.cache import KVCache
 from seqkv.engine.container import Container, Section
@@ -196,4 +196,5 @@ def _batches(some: range) -> Iterator[range]:
 def side_of(mode: Mode, probs: TokenProbs, classes: NDArray[np.uint8], step: int, start: int, stop: int) -> near.Side:
     """What the tokens from start to stop are predicted and quantised with. ProbsError as prediction.token_rows."""
     rows, index = prediction.token_rows(mode.table, probs.part(start, stop), mode.predictor)
-    return near.Side(rows, index, near.gains(mode.gains, classes[:, start:stop]), step, first=start == 0)
+    first = classes[0, start] >= importance.LEVELS  # a sink: no other token has such a class
+    return near.Side(rows, index, near.gains(mode.gains, classes[:, start:stop]), step, bool(first))

@@ -24,21 +24,27 @@ CLASSES = LEVELS + SINKS
 SMALLEST_GAIN, LARGEST_GAIN, LARGEST_SINK_GAIN = 0.25, 32.0, 128.0  # unread tokens must stay readable
 
 
-def classes(importance: NDArray[np.float32]) -> NDArray[np.uint8]:
+def sinks(positions: NDArray[np.int64]) -> int:
+    """How many of these tokens are sinks, the first ones: none of a part that does not begin its sequence."""
+    return min(SINKS, len(positions)) if positions[0] == 0 else 0
+
+
+def classes(importance: NDArray[np.float32], sinks: int = SINKS) -> NDArray[np.uint8]:
     """Class of each token and layer, [layers, tokens].
 
-    importance: attention received, [layers, tokens], in any unit, by a sequence from its start.
+    importance: attention received, [layers, tokens], in any unit, by a sequence, of which the first `sinks` tokens, or
+        all that there are, have classes of their own.
     """
-    octaves = np.log2(np.maximum(relative(importance), 2.0**-20))
+    octaves = np.log2(np.maximum(relative(importance, sinks), 2.0**-20))
     out = np.clip(np.rint(octaves) + LEVELS // 2, 0, LEVELS - 1).astype(np.uint8)
-    sinks = min(SINKS, out.shape[1])
-    out[:, :sinks] = LEVELS + np.arange(sinks, dtype=np.uint8)
+    own = np.arange(min(sinks, out.shape[1]), dtype=np.uint8)
+    out[:, : own.size] = LEVELS + own
     return out
 
 
-def relative(importance: NDArray[np.float32]) -> NDArray[np.float32]:
+def relative(importance: NDArray[np.float32], sinks: int = SINKS) -> NDArray[np.float32]:
     """Attention received in multiples of its layer's mean, that of the sinks left out of the mean."""
-    plain = importance[:, SINKS:] if importance.shape[1] > SINKS else importance
+    plain = importance[:, sinks:] if importance.shape[1] > sinks else importance
     return importance / np.maximum(plain.mean(axis=1, keepdims=True), 1e-30)
 
 

@@ -34,6 +34,7 @@ class Known:
     def read(cls, parsed: Container, form: Form, some: range, aligned: Aligned | None = None) -> Known:
         """Of some chunks of a stream. StreamError on damage."""
         known = cls(np.zeros(form.tokens, np.int64), np.zeros((len(form.shape), form.tokens), np.uint8))
+        begins = importance.sinks(form.positions) > 0
         for chunk in some:
             part = slice(*chunk_bounds(chunk, form.tokens))
             count, expected = part.stop - part.start, None if aligned is None else aligned.known(part)
@@ -44,7 +45,7 @@ class Known:
             known.ids[part][own] = ids
             data = parsed.section(CLASSES, chunk)
             known.classes[:, part] = near.unpack_classes(
-                data, len(form.shape), count, chunk == 0, None if expected is None else expected.classes
+                data, len(form.shape), count, begins and chunk == 0, None if expected is None else expected.classes
             )
         return known
 

@@ -116,6 +116,7 @@ class Batch:
         self.start, self.stop = int(bounds[0, 0]), int(bounds[-1, 1])
         self.first = bounds[:, 0] - self.start
         self.tokens = (bounds[:, 1] - bounds[:, 0]).astype(np.int32)
+        self.begins = bool(classes[0, self.start] >= importance.LEVELS)  # no other token has a sink's class
         part = probs.part(self.start, self.stop)
         features = prediction.token_features(mode.table, part, mode.predictor)
         self.rows, self.index, self.weights = (xp.asarray(x) for x in features)
@@ -138,7 +139,7 @@ class Batch:
         out = device.cupy().empty((self.columns, end - start), np.float32)
         self._from_tokens(model.token_map[:, start:end], model.bias[start:end], out)
         decoded.add_products(model.sources[block], model.maps[block][0], out)
-        if self.start == 0:
+        if self.begins:
             sinks = out[: importance.SINKS]
             sinks += model.sink_bias[: len(sinks), start:end]
         return out

@@ -84,6 +84,11 @@ class Reference:
             raise StreamError(f"altered: no stream like this was ever coded against reference {key}")
         return cls.of(stream, profile, find)
 
+    @property
+    def sinks(self) -> int:
+        """How many of the first tokens are sinks."""
+        return importance.sinks(self.form.positions)
+
     @functools.cached_property
     def probs(self) -> TokenProbs:
         return TokenProbs.from_tokens(self.token_ids)
@@ -143,15 +148,18 @@ class Aligned:
     reference: Reference
 
     @classmethod
-    def find(cls, token_ids: NDArray[np.int64], reference: Reference) -> Aligned:
-        """Where the reference holds the same tokens; nowhere if its chain is too long to be continued."""
+    def find(cls, token_ids: NDArray[np.int64], sinks: int, reference: Reference) -> Aligned:
+        """Where the reference holds the same tokens; nowhere if its chain is too long to be continued.
+
+        sinks: how many of the first tokens are sinks.
+        """
         index = np.full(len(token_ids), NONE, np.int64)
         if reference.depth < MAX_DEPTH:
             aligner = Aligner()
             aligner.add(0, reference.token_ids)
             for run in aligner.align(token_ids):
                 index[run.start : run.start + run.length] = run.reference_start + np.arange(run.length)
-        sink_here, sink_there = np.arange(len(index)) < importance.SINKS, index < importance.SINKS
+        sink_here, sink_there = np.arange(len(index)) < sinks, index < reference.sinks
         index[sink_here != sink_there] = NONE  # the same token is quite another where attention sinks
         return cls(index, reference)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from seqkv.engine import delta, near, quantiser
+from seqkv.engine import delta, importance, near, quantiser
 from seqkv.engine.cache import KVCache
 from seqkv.engine.container import Section
 from seqkv.engine.errors import CacheError
@@ -65,9 +65,11 @@ class Shared:
         classes [layers, tokens]: of importance. step: index.
         """
         known = Known(probs.token_ids, classes.copy())
-        aligned = Aligned.find(probs.token_ids, reference)
+        sinks = importance.sinks(kv.positions)
+        aligned = Aligned.find(probs.token_ids, sinks, reference)
         shared = cls(kv, mode, probs, classes, known, step, reference, aligned, near.Loss.none())
-        sections, copied = shared._copy(reference.shared_chunks(probs.token_ids, step))
+        same_start = sinks == reference.sinks  # else equal bytes would not mean the same
+        sections, copied = shared._copy(reference.shared_chunks(probs.token_ids, step) if same_start else 0)
         start = min(copied * near.CHUNK, kv.tokens)
         shared.aligned.index[:start] = NONE
         known.settle(shared.aligned, start)

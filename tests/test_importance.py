@@ -116,3 +116,11 @@ def test_no_energy_at_all() -> None:
     gains = table({9: 0.0, 11: 0.0}).gains()
     assert np.isfinite(gains).all() and (gains >= SMALLEST_GAIN).all()
     assert np.isfinite(EnergyTable(2).gains()).all()
+
+
+def test_a_part_that_begins_later_has_no_sinks() -> None:
+    received = np.array([[8.0, 1, 1, 1, 1, 1, 1, 1]], np.float32)
+    assert importance.sinks(np.arange(3)) == 3 and importance.sinks(np.arange(9)) == SINKS
+    assert importance.sinks(np.arange(256, 264)) == 0
+    classes = importance.classes(received, sinks=0)
+    assert classes.tolist() == [[MIDDLE + 2] + [MIDDLE - 1] * 7]  # multiples of the mean of all, 15 / 8

@@ -870,7 +870,7 @@ def test_classes_that_will_do_are_the_references(base: Session, edited: Session,
 
 def test_hand_made_caches(base: Session) -> None:
     """The very same keys and values at other positions: nothing but the means and the dead zone is left to send."""
-    positions = base.kv.positions + 1000
+    positions = 3 * base.kv.positions
     keys = [r.apply(r.undo(k, base.kv.positions), positions) for r, k in zip(base.kv.rope, base.kv.keys, strict=True)]
     rng = np.random.default_rng(0)
     values = [v + 0.01 * v.std() * rng.standard_normal(v.shape).astype(np.float32) for v in base.kv.values]
@@ -898,6 +898,20 @@ def test_hand_made_caches(base: Session) -> None:
     assert (
         by_part["deltas"] + by_part["mean deltas"] < 0.3 * engine.inspect(other.alone)["bytes_by_part"]["coefficients"]
     )
+
+
+def test_nothing_is_copied_of_a_session_that_begins_elsewhere(base: Session) -> None:
+    """The same tokens are sinks in one, and not in the other."""
+    positions = base.kv.positions + 1000
+    keys = [r.apply(r.undo(k, base.kv.positions), positions) for r, k in zip(base.kv.rope, base.kv.keys, strict=True)]
+    later = Session(
+        base.ids, KVCache(keys, base.kv.values, positions=positions, rope=base.kv.rope), base.importance, base.profile
+    )
+    stream = later.encode(base.alone)
+    assert not sections(stream).items() & sections(base.alone).items()
+    assert runs_of(stream, base.alone, base.profile)[0][:2] == (4, 4)  # the tokens after the sinks are as they were
+    kv = engine.decode(stream, profile=base.profile, reference=base.alone)
+    assert loss(later, kv) < EXCESS * loss(later, engine.decode(later.alone, profile=base.profile))
 
 
 def test_a_cache_too_far_for_symbols_is_refused_as_ever(base: Session) -> None:

@@ -35,7 +35,7 @@ def main() -> None:
     profile = conftest.calibrated(model)
     profile.save(HERE / "profile.safetensors")
     ids = model.tokenize(model.text(3, 24))
-    kv, importance = model.cache(ids, positions=np.arange(24) + 10, dtype="float16")
+    kv, importance = model.cache(ids, positions=2 * np.arange(24), dtype="float16")
     stream = engine.encode(kv, model.probs(ids), profile=profile, step=STEP, importance=importance)
     decoded = engine.decode(stream, profile=profile)
     (HERE / "near.skv").write_bytes(stream)
