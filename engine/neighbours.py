@@ -14,7 +14,7 @@ from seqkv.engine import near
 from seqkv.engine.align import Aligner
 from seqkv.engine.form import MAX_DEPTH
 from seqkv.engine.records import Entry, Stream
-from seqkv.engine.trie import Trie
+from seqkv.engine.trie import Prefix, Trie
 
 _COMPARED = 4  # sessions that are looked at closely
 _DEPTH_COST = 1 / 64  # of the tokens shared, for each stream that has to be decoded before
@@ -64,6 +64,10 @@ class Neighbours:
             held[prefix.session] = max(held[prefix.session], prefix.tokens)
         matches = [self._match(name, token_ids) for name, _ in held.most_common(_COMPARED)]
         return sorted((m for m in matches if m.tokens), key=lambda m: -m.tokens * (1 - _DEPTH_COST * m.entry.depth))
+
+    def longest_prefix(self, token_ids: Any) -> Prefix:
+        """See Trie.longest_prefix."""
+        return self._trie.longest_prefix(token_ids)
 
     def expected_reuse(self) -> dict[str, float]:
         """See Trie.expected_reuse; times how often these sessions were used."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from seqkv.engine.probs import TokenProbs
 from seqkv.engine.profile import Profile
 from seqkv.engine.records import Entry, Stream, tenant_id
 from seqkv.engine.reference import Reference
+from seqkv.engine.trie import Prefix
 from seqkv.engine.upkeep import Report, Stats
 
 _TRIES = 5  # until a reader, or a writer's reference, is believed to be damaged and not just deleted
@@ -89,16 +90,27 @@ class SessionStore:
         self._uses: dict[str, int] = {}
         self._touched = time.monotonic()
 
-    def put(self, session: str, kv: KVCache, probs: TokenProbs, *, kl: float = 0.01, importance: Any = None) -> Entry:
+    def put(
+        self,
+        session: str,
+        kv: KVCache,
+        probs: TokenProbs,
+        *,
+        tier: Literal["near", "lossless"] = "near",
+        kl: float = 0.01,
+        step: float | None = None,
+        importance: Any = None,
+    ) -> Entry:
         """Stores a session, in place of the one of that name if there is one, and says what that took.
 
-        kv, probs, kl, importance: as `engine.encode` takes them; each session meets its own kl.
+        kv, probs, tier, kl, step, importance: as `engine.encode` takes them; each session meets its own kl. Without
+        loss a session is not coded against another, but chunks that are the same in both are stored once.
 
         Raises what `encode` raises, StoreFull, StoreBusy, StoreError.
         """
         with _naming(f"session {_checked(session)!r}"):
-            match, reference = self._reference(probs)
-            options: Any = {"profile": self.profile, "kl": kl, "importance": importance}
+            match, reference = self._reference(probs) if tier == "near" else (None, None)
+            options: Any = {"tier": tier, "profile": self.profile, "kl": kl, "step": step, "importance": importance}
             entry = self._commit(session, encode(kv, probs, reference=reference, **options), probs, match)
             if entry is None:
                 entry = self._commit(session, encode(kv, probs, **options), probs, None)
@@ -137,6 +149,12 @@ class SessionStore:
         """A session's tokens. SessionError, StoreDamaged, StoreError."""
         with _naming(f"session {_checked(session)!r}"):
             return self._read(session)[0].chain[0].token_ids
+
+    def longest_prefix(self, token_ids: Any) -> Prefix:
+        """The longest prefix that token_ids [tokens] share with a session, of this profile, and one that has it: what
+        of a prompt need not be computed again. No session if there is none. ProbsError, StoreError."""
+        with _naming("the store"), self._lock:
+            return self._synced(self._tenant, self.fingerprint).longest_prefix(token_ids)
 
     def list(self) -> Sequence[Entry]:
         """All sessions, the oldest first."""

@@ -196,6 +196,34 @@ def test_without_a_profile(tmp_path: Path, put: Callable[..., Any], model: Causa
         assert len(store.list()) == 3 and store.verify().clean
 
 
+def test_without_loss_beside_sessions_with(store: SessionStore, put: Callable[..., Any], model: CausalModel) -> None:
+    ids = model.tokens(1, 600)
+    kv, probs, _ = model.session(ids)
+    entry = store.put("exact", kv, probs, tier="lossless")
+    assert same(store.get("exact"), kv) and entry.reference is None
+    again = store.put("longer", kv, probs, tier="lossless")
+    assert again.shared_bytes > again.own_bytes
+    lossy = put(store, "near", ids)  # the most similar session cannot be its reference
+    assert lossy.reference is None and lossy.stream_bytes < entry.stream_bytes / 2
+    assert put(store, "edited", edited(ids)).reference == "near"
+    assert put(store, "coarse", model.tokens(2, 600), step=1.0).stream_bytes < lossy.stream_bytes / 1.5
+    assert store.verify().clean
+
+
+def test_the_longest_prefix(store: SessionStore, put: Callable[..., Any], model: CausalModel, tmp_path: Path) -> None:
+    ids = model.tokens(1, TOKENS)
+    assert store.longest_prefix(ids) == (0, 0.0, None)
+    put(store, "short", ids[:100])
+    put(store, "edited", edited(ids, 200))
+    assert store.longest_prefix(ids)[::2] == (200, "edited")
+    assert store.longest_prefix(ids[:70]).tokens == 70
+    assert store.longest_prefix(edited(ids, 0)).tokens == 0
+    with SessionStore(store_folder(store)) as plain:  # could decode none of them
+        assert plain.longest_prefix(ids).tokens == 0
+    store.delete("edited")
+    assert store.longest_prefix(ids)[::2] == (100, "short")
+
+
 def test_tenants_share_nothing(tmp_path: Path, put: Callable[..., Any], model: CausalModel, profile: Profile) -> None:
     ids = model.tokens(1, TOKENS)
     with (
