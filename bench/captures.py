@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Captures(ModelSource):
         if not path.exists():
             partial = path.with_suffix(".partial")
             with partial.open("wb") as file:
-                np.savez(file, **run())
+                np.savez(file, allow_pickle=False, **run())
             partial.rename(path)
         with np.load(path) as file:
             return dict(file)
@@ -97,6 +98,7 @@ def load(name: str, folder: Path, context: int = 1024, continuation: int = 512) 
     return Captures(model, tokenizer, context, continuation, folder)
 
 
+@functools.cache  # what runs is what was there when it started
 def digest(*patterns: str) -> str:
     """16 hexadecimal digits of the files of this repository that match: results are those of this code."""
     state = xxhash.xxh3_64()

@@ -126,14 +126,14 @@ class Transform:
                 reached = kept[i, : budget + 1 - cost] + gain
                 better = np.flatnonzero(reached > kept[end, cost:])
                 kept[end, cost + better] = reached[better]
-                for spent in better:
-                    came[end, cost + int(spent)] = (i, int(spent), chosen)
+                for spent in better.tolist():
+                    came[end, cost + spent] = (i, spent, chosen)
         state = (len(order) - 1, int(np.argmax(kept[-1])))
         plan = []
         while state in came:
-            before, spent, used = came[state]
+            before, left, used = came[state]
             plan += [used] if used else []
-            state = (before, spent)
+            state = (before, left)
         return plan[::-1]
 
 
@@ -171,7 +171,7 @@ class Kvtc:
             back = np.zeros_like(z)
             for group in plan:
                 span = slice(group.start, group.start + group.size)
-                back[:, span], packed = levels(z[:, span], group.bits)
+                back[:, span], packed = levels(np.asarray(z[:, span], np.float32), group.bits)
                 data.append(packed)
             rows = np.concatenate([half(x[:SINKS]), back @ basis.T + transform.mean])
             out.append(np.split(rows, np.cumsum([part.shape[1] for part in some])[:-1], axis=1))
@@ -235,7 +235,7 @@ def by_vectors(x: Array, bits: int) -> tuple[Array, int]:
     turn, grid = rotation(width + width % 2), gaussian_grid(4**bits)
     turned = np.pad(x, ((0, 0), (0, width % 2))) @ turn
     scale = half(np.sqrt(np.square(turned).mean(1, keepdims=True)))
-    pairs = (turned / np.maximum(scale, 1e-30)).reshape(-1, 2)
+    pairs = np.asarray(turned / np.maximum(scale, 1e-30), np.float32).reshape(-1, 2)
     nearest = np.concatenate([nearest_of(pairs[i : i + 65536], grid) for i in range(0, len(pairs), 65536)])
     back = (grid[nearest].reshape(turned.shape) * scale) @ turn.T
     return back[:, :width], fixed_width(turned.size, bits) + HALF * len(x)
