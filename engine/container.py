@@ -141,16 +141,17 @@ class Container:
             raise StreamError(f"the stream has no section {kind}/{index}") from None
 
 
-def pack(array: NDArray[Any]) -> bytes:
+def pack(array: NDArray[Any], level: int = _ZSTD_LEVEL) -> bytes:
     """An array of booleans, integers or floats as bytes: dtype, shape, and its values through zstandard.
 
-    u8 dtype (its place in a fixed list), u8 number of dimensions, the dimensions as varints, a zstandard frame.
+    u8 dtype (its place in a fixed list), u8 number of dimensions, the dimensions as varints, a zstandard frame. level:
+    zstandard's; large arrays take a while at the highest ones.
     """
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     if little.dtype.str not in _DTYPES or array.ndim > _MAX_DIMENSIONS:
         raise ValueError(f"cannot pack {array.dtype} of shape {array.shape}")
     head = bytes((_DTYPES.index(little.dtype.str), array.ndim)) + b"".join(_varint(n) for n in array.shape)
-    return head + zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(little.tobytes())
+    return head + zstandard.ZstdCompressor(level=level).compress(little.tobytes())
 
 
 def unpack(

@@ -67,40 +67,57 @@ FORMATS = {
 
 
 @njit(cache=True, nogil=True)
-def fixed(values: NDArray[np.float32], scale: NDArray[np.float64], out: NDArray[np.int64]) -> None:
+def rounded(x: float) -> int:
+    """A number to the nearest integer within LIMIT; NaN is 0."""
+    x = x if x == x else 0.0
+    return np.int32(math.floor(min(max(x, -LIMIT), LIMIT) + 0.5))
+
+
+@njit(cache=True, nogil=True)
+def guessed(predicted: int, to_cells: float) -> int:
+    """The cell of a prediction in fixed point."""
+    return np.int32(math.floor(min(max(np.float64(predicted) * to_cells, -LIMIT), LIMIT)))
+
+
+@njit(cache=True, nogil=True)
+def fixed(values: NDArray[np.float32], scale: NDArray[np.float64], out: NDArray[np.int32]) -> None:
     """values [tokens, channels] * scale [channels], rounded, within LIMIT; NaN as 0."""
     for t in range(values.shape[0]):
         for c in range(values.shape[1]):
-            x = np.float64(values[t, c]) * scale[c]
-            x = x if x == x else 0.0
-            out[t, c] = np.int64(math.floor(min(max(x, -LIMIT), LIMIT) + 0.5))
+            out[t, c] = rounded(np.float64(values[t, c]) * scale[c])
 
 
 @njit(cache=True, nogil=True)
 def turn(
-    numbers: NDArray[np.int64], heads: int, first: NDArray[np.int64], second: NDArray[np.int64], cos: Any, sin: Any
+    numbers: NDArray[np.int32], heads: int, first: NDArray[np.int64], second: NDArray[np.int64], cos: Any, sin: Any
 ) -> None:
     """Turn channels first[i] and second[i] of every head of numbers [tokens, channels], in place; cos, sin
-    [tokens, pairs] int64 in fixed point."""
+    [tokens, pairs] float64 that hold integers, in fixed point. Nothing exceeds 2 ** 53: it is exact."""
     width = numbers.shape[1] // heads
     for t in range(numbers.shape[0]):
         for h in range(heads):
+            head = numbers[t, h * width : (h + 1) * width]
             for i in range(first.size):
-                a, b = numbers[t, h * width + first[i]], numbers[t, h * width + second[i]]
-                numbers[t, h * width + first[i]] = (a * cos[t, i] - b * sin[t, i]) >> TURN_BITS
-                numbers[t, h * width + second[i]] = (b * cos[t, i] + a * sin[t, i]) >> TURN_BITS
+                a, b = np.float64(head[first[i]]), np.float64(head[second[i]])
+                x, y = a * cos[t, i] - b * sin[t, i], b * cos[t, i] + a * sin[t, i]
+                head[first[i]] = np.int32(math.floor(min(max(x * 0.5**TURN_BITS, -LIMIT), LIMIT)))
+                head[second[i]] = np.int32(math.floor(min(max(y * 0.5**TURN_BITS, -LIMIT), LIMIT)))
 
 
 @njit(cache=True, nogil=True)
 def features(
-    numbers: NDArray[np.int64], mean: NDArray[np.int64], scale: NDArray[np.float64], out: NDArray[np.float32]
+    numbers: NDArray[np.int32],
+    mean: NDArray[np.int32],
+    scale: NDArray[np.float64],
+    out: NDArray[np.float32],
+    start: int,
 ) -> None:
-    """Numbers less their mean, in steps that 255 of are enough: integers, [tokens, channels]."""
+    """Numbers less their mean, in steps that 255 of are enough: integers, in the channels of `out` from `start` on."""
     for t in range(numbers.shape[0]):
+        row = out[t, start : start + numbers.shape[1]]
         for c in range(numbers.shape[1]):
-            x = np.float64(numbers[t, c] - mean[c]) * scale[c]
-            x = math.floor(min(max(x, -LARGEST_FEATURE), LARGEST_FEATURE) + 0.5)
-            out[t, c] = np.float32(x)
+            x = (np.float64(numbers[t, c]) - np.float64(mean[c])) * scale[c]
+            row[c] = np.float32(math.floor(min(max(x, -LARGEST_FEATURE), LARGEST_FEATURE) + 0.5))
 
 
 @njit(cache=True, nogil=True)
@@ -110,100 +127,107 @@ def expected(
     token_scale: NDArray[np.float64],
     of_blocks: NDArray[np.float32],
     block_scale: NDArray[np.float64],
-    bias: NDArray[np.int64],
-    out: NDArray[np.int64],
+    bias: NDArray[np.int32],
+    out: NDArray[np.int32],
 ) -> None:
     """What a block is expected to hold, in fixed point [tokens, channels]: the sum of what the tokens say,
     of_tokens[index] * token_scale, of what other blocks say, of_blocks * block_scale, and of the bias."""
     for t in range(out.shape[0]):
-        row = index[t]
+        row = of_tokens[index[t]]
         for c in range(out.shape[1]):
-            x = np.float64(of_tokens[row, c]) * token_scale[c]
-            y = np.float64(of_blocks[t, c]) * block_scale[c]
+            x, y = np.float64(row[c]) * token_scale[c], np.float64(of_blocks[t, c]) * block_scale[c]
             x = math.floor(min(max(x, -LIMIT), LIMIT) + 0.5)
             y = math.floor(min(max(y, -LIMIT), LIMIT) + 0.5)
-            z = np.int64(x) + np.int64(y) + bias[c]
-            out[t, c] = min(max(z, -np.int64(LIMIT)), np.int64(LIMIT))
+            out[t, c] = np.int32(min(max(x + y + np.float64(bias[c]), -LIMIT), LIMIT))
 
 
 @njit(cache=True, nogil=True)
 def errors(
     values: NDArray[np.float32],
-    predicted: NDArray[np.int64],
+    predicted: NDArray[np.int32],
     unit: NDArray[np.float64],
+    step: int,
     spread: NDArray[np.float64],
     size: NDArray[np.float64],
 ) -> None:
-    """Of each channel, summed over tokens: the root of how far numbers are from what was expected, and of themselves.
-    unit [channels]: of the fixed point. Numbers that are none, or enormous, do not count."""
-    for t in range(values.shape[0]):
+    """Of each channel, summed over every step-th token: the root of how far numbers are from what was expected, and of
+    themselves. unit [channels]: of the fixed point. Numbers that are none, or enormous, do not count."""
+    for t in range(0, values.shape[0], step):
         for c in range(values.shape[1]):
             x = np.float64(values[t, c])
-            if abs(x) < 3e38:
-                spread[c] += math.sqrt(abs(x - np.float64(predicted[t, c]) * unit[c]))
-                size[c] += math.sqrt(abs(x))
+            fine = abs(x) < 3e38
+            spread[c] += math.sqrt(abs(x - np.float64(predicted[t, c]) * unit[c])) if fine else 0.0
+            size[c] += math.sqrt(abs(x)) if fine else 0.0
 
 
 @njit(cache=True, nogil=True)
 def split(
     bits: NDArray[np.uint32],
     values: NDArray[np.float32],
-    predicted: NDArray[np.int64],
+    predicted: NDArray[np.int32],
     to_cells: NDArray[np.float64],
     scale: NDArray[np.float64],
     grid: NDArray[np.int64],
     form: tuple[int, int, int],
     symbols: NDArray[np.int32],
+    start: int,
     words: NDArray[np.uint32],
     strange: NDArray[np.int64],
 ) -> tuple[int, int]:
-    """Symbols [tokens, channels] and the bits below, of a block.
+    """The bits below and the symbols of a block; these into symbols [tokens, ...], its channels from `start` on.
 
     predicted: in fixed point; to_cells [channels]: from there to cells. grid [channels]: exponents; scale [channels]:
     2 ** -grid. form: bits of the exponent and of the mantissa, bias. strange: receives the places (token * channels +
     channel) of numbers that have no cell, coded as 0. Returns how many words and how many strange numbers there are.
     """
     exponent_bits, mantissa_bits, bias = form
-    sign_shift = exponent_bits + mantissa_bits
-    exponent_mask, mantissa_mask = (1 << exponent_bits) - 1, (1 << mantissa_bits) - 1
+    width = bits.shape[1]
+    sign_shift, mantissa_mask = np.int32(exponent_bits + mantissa_bits), np.int32((1 << mantissa_bits) - 1)
+    exponent_mask, most = np.int32((1 << exponent_bits) - 1), np.int32(mantissa_bits)
+    lowest = (grid + bias).astype(np.int32)  # exponent of the first cell
+    low, length = np.empty(width, np.int32), np.empty(width, np.int32)
     held, count, used, odd = np.uint64(0), np.int64(0), 0, 0
     for t in range(bits.shape[0]):
-        for c in range(bits.shape[1]):
-            whole, magnitude = np.int64(bits[t, c]), abs(np.float64(values[t, c])) * scale[c]
-            if not magnitude < LIMIT:
-                strange[odd] = t * bits.shape[1] + c
-                odd += 1
-                whole, magnitude = np.int64(0), 0.0
-            cell = np.int64(magnitude)
-            low, exponent = whole & mantissa_mask, whole >> mantissa_bits & exponent_mask
-            above = exponent - (grid[c] + bias)
-            if above >= 0:
-                length = max(mantissa_bits - above, 0)
-                low &= (np.int64(1) << length) - 1
-            else:
-                ones = -1 - above
+        row = symbols[t, start : start + width]
+        for c in range(width):
+            whole, magnitude = np.int32(bits[t, c]), abs(np.float64(values[t, c])) * scale[c]
+            fine = magnitude < LIMIT
+            whole = whole if fine else np.int32(0)
+            cell = np.int32(magnitude if fine else 0.0)
+            guess = guessed(predicted[t, c], to_cells[c])
+            above = np.int32((whole >> most & exponent_mask) - lowest[c])
+            below = min(max(np.int32(most - above), np.int32(0)), most)
+            low[c] = whole & np.int32((np.int32(1) << below) - np.int32(1))
+            length[c] = below if above >= 0 else np.int32(-1)
+            row[c] = np.int32((cell ^ np.int32(-(whole >> sign_shift & 1))) - guess)
+        for c in range(width):
+            some, piece = np.int64(length[c]), np.int64(low[c])
+            if some < 0:  # below the first cell, or without a cell
+                whole = np.int64(bits[t, c])
+                if not abs(np.float64(values[t, c])) * scale[c] < LIMIT:
+                    strange[odd] = t * width + c
+                    odd += 1
+                    whole = np.int64(0)
+                exponent, piece = whole >> mantissa_bits & exponent_mask, whole & mantissa_mask
+                ones = lowest[c] - 1 - exponent
                 if ones < FAR:
-                    low = low << (ones + 1) | (np.int64(1) << ones) - 1
-                    length = ones + 1 + mantissa_bits
+                    piece = piece << (ones + 1) | (np.int64(1) << ones) - 1
+                    some = ones + 1 + mantissa_bits
                 else:
-                    low = (low << exponent_bits | exponent) << FAR | (np.int64(1) << FAR) - 1
-                    length = FAR + exponent_bits + mantissa_bits
-            if whole >> sign_shift & 1:
-                cell = -1 - cell
-            guess = math.floor(min(max(np.float64(predicted[t, c]) * to_cells[c], -LIMIT), LIMIT))
-            symbols[t, c] = np.int32(cell - np.int64(guess))
-            if length > 32:
-                held |= np.uint64(low & 0xFFFF) << np.uint64(count)
-                count += 16
-                low >>= 16
-                length -= 16
-                if count >= 32:
-                    words[used] = np.uint32(held & np.uint64(0xFFFFFFFF))
-                    held >>= np.uint64(32)
-                    count -= 32
-                    used += 1
-            held |= np.uint64(low) << np.uint64(count)
-            count += length
+                    piece = (piece << exponent_bits | exponent) << FAR | (np.int64(1) << FAR) - 1
+                    some = FAR + exponent_bits + mantissa_bits
+                if some > 32:
+                    held |= np.uint64(piece & 0xFFFF) << np.uint64(count)
+                    count += 16
+                    piece >>= 16
+                    some -= 16
+                    if count >= 32:
+                        words[used] = np.uint32(held & np.uint64(0xFFFFFFFF))
+                        held >>= np.uint64(32)
+                        count -= 32
+                        used += 1
+            held |= np.uint64(piece) << np.uint64(count)
+            count += some
             if count >= 32:
                 words[used] = np.uint32(held & np.uint64(0xFFFFFFFF))
                 held >>= np.uint64(32)
@@ -218,7 +242,8 @@ def split(
 @njit(cache=True, nogil=True)
 def joined(
     symbols: NDArray[np.int32],
-    predicted: NDArray[np.int64],
+    start: int,
+    predicted: NDArray[np.int32],
     to_cells: NDArray[np.float64],
     grid: NDArray[np.int64],
     form: tuple[int, int, int],
@@ -227,50 +252,58 @@ def joined(
 ) -> bool:
     """The inverse of `split`: writes bits [tokens, channels]. Returns whether there were as many words as needed."""
     exponent_bits, mantissa_bits, bias = form
-    sign_shift = exponent_bits + mantissa_bits
-    exponent_mask, mantissa_mask = (1 << exponent_bits) - 1, (1 << mantissa_bits) - 1
+    width = bits.shape[1]
+    sign_shift, mantissa_mask = np.int32(exponent_bits + mantissa_bits), np.int32((1 << mantissa_bits) - 1)
+    exponent_mask, most = np.int32((1 << exponent_bits) - 1), np.int32(mantissa_bits)
+    lowest = (grid + bias).astype(np.int32)
+    length = np.empty(width, np.int32)
     held, count, used = np.uint64(0), np.int64(0), 0
     for t in range(bits.shape[0]):
-        for c in range(bits.shape[1]):
+        row, out = symbols[t, start : start + width], bits[t]
+        for c in range(width):
+            guess = guessed(predicted[t, c], to_cells[c])
+            cell = np.int32(row[c] + guess)
+            sign = np.int32(cell >> 31)
+            cell ^= sign
+            above = np.int32((np.float64(cell).view(np.int64) >> 52) - 1023)  # floor of log2, if there is one
+            length[c] = max(np.int32(most - above), np.int32(0)) if cell else np.int32(-1)
+            above = max(above, np.int32(0))
+            top = np.int32(cell - (np.int32(1) << above))
+            left, right = max(np.int32(most - above), np.int32(0)), max(np.int32(above - most), np.int32(0))
+            mantissa = np.int32(np.int32(top << left) >> right) & mantissa_mask
+            exponent = np.int32(lowest[c] + above) & exponent_mask
+            out[c] = np.uint32(np.int32(np.int32(sign & 1) << sign_shift) | np.int32(exponent << most) | mantissa)
+        for c in range(width):
             if count < 32:
                 if used < words.size:
                     held |= np.uint64(words[used]) << np.uint64(count)
                 used += 1
                 count += 32
-            guess = math.floor(min(max(np.float64(predicted[t, c]) * to_cells[c], -LIMIT), LIMIT))
-            cell = np.int64(symbols[t, c]) + np.int64(guess)
-            sign = np.int64(0)
-            if cell < 0:
-                sign, cell = np.int64(1), -1 - cell
-            if cell:
-                above = (np.float64(cell).view(np.int64) >> 52) - 1023  # floor of log2
-                exponent = grid[c] + bias + above
-                top = cell - (np.int64(1) << above)
-                length = max(mantissa_bits - above, 0)
-                low = np.int64(held & ((np.uint64(1) << np.uint64(length)) - np.uint64(1)))
-                mantissa = top << length | low if above <= mantissa_bits else top >> (above - mantissa_bits)
-                held >>= np.uint64(length)
-                count -= length
-            else:
-                ones = np.int64(0)
-                while ones < FAR and held >> np.uint64(ones) & np.uint64(1):
-                    ones += 1
-                length = min(ones + 1, FAR)
-                held >>= np.uint64(length)
-                count -= length
-                exponent = grid[c] + bias - 1 - ones
-                length = mantissa_bits if ones < FAR else mantissa_bits + exponent_bits
-                if count < 32:
-                    if used < words.size:
-                        held |= np.uint64(words[used]) << np.uint64(count)
-                    used += 1
-                    count += 32
-                low = np.int64(held & ((np.uint64(1) << np.uint64(length)) - np.uint64(1)))
-                held >>= np.uint64(length)
-                count -= length
-                mantissa = low
-                if ones == FAR:
-                    exponent, mantissa = low & exponent_mask, low >> exponent_bits
-            whole = sign << sign_shift | (exponent & exponent_mask) << mantissa_bits | mantissa & mantissa_mask
-            bits[t, c] = np.uint32(whole)
+            some = np.int64(length[c])
+            if some >= 0:
+                out[c] |= np.uint32(held & ((np.uint64(1) << np.uint64(some)) - np.uint64(1)))
+                held >>= np.uint64(some)
+                count -= some
+                continue
+            ones = np.int64(0)
+            while ones < FAR and held >> np.uint64(ones) & np.uint64(1):
+                ones += 1
+            some = min(ones + 1, FAR)
+            held >>= np.uint64(some)
+            count -= some
+            exponent = np.int64(lowest[c]) - 1 - ones
+            some = mantissa_bits if ones < FAR else mantissa_bits + exponent_bits
+            if count < 32:
+                if used < words.size:
+                    held |= np.uint64(words[used]) << np.uint64(count)
+                used += 1
+                count += 32
+            mantissa = np.int64(held & ((np.uint64(1) << np.uint64(some)) - np.uint64(1)))
+            held >>= np.uint64(some)
+            count -= some
+            if ones == FAR:
+                exponent, mantissa = mantissa & exponent_mask, mantissa >> exponent_bits
+            sign = np.int32(row[c] + guessed(predicted[t, c], to_cells[c])) < 0
+            whole = np.int64(sign) << sign_shift | (exponent & exponent_mask) << mantissa_bits | mantissa
+            out[c] = np.uint32(whole & ((np.int64(1) << (sign_shift + 1)) - 1))
     return used - count // 32 == words.size

@@ -21,6 +21,7 @@ from seqkv.engine import (
     StreamError,
     TokenProbs,
     container,
+    exact_products,
     exact_values,
     lossless,
 )
@@ -150,30 +151,43 @@ def test_cells_and_bits_below_are_the_number(data: st.DataObject) -> None:
     raw = np.array(drawn, np.uint32)[:, None]
     grid = np.array([data.draw(st.integers(1 - form.bias, 127))])
     guess = data.draw(st.integers(-(1 << 29), 1 << 29))
-    predicted, to_cells = np.full((count, 1), guess), np.array([2.0 ** data.draw(st.integers(-300, 300))])
+    predicted, to_cells = np.full((count, 1), guess, np.int32), np.array([2.0 ** data.draw(st.integers(-300, 300))])
     symbols, strange = np.empty((count, 1), np.int32), np.empty(count, np.int64)
     words = np.empty(count * form.most // 32 + 2, np.uint32)
     kind = (form.exponent, form.mantissa, form.bias)
     with np.errstate(invalid="ignore"):
         values = form.values(raw).astype(np.float32)
     scale = np.ldexp(1.0, -grid)
-    used, odd = exact_values.split(raw, values, predicted, to_cells, scale, grid, kind, symbols, words, strange)
+    used, odd = exact_values.split(raw, values, predicted, to_cells, scale, grid, kind, symbols, 0, words, strange)
     out = np.empty_like(raw)
-    assert exact_values.joined(symbols, predicted, to_cells, grid, kind, words[:used], out)
+    assert exact_values.joined(symbols, 0, predicted, to_cells, grid, kind, words[:used], out)
     kept = np.ones(count, bool)
     kept[strange[:odd]] = False
     np.testing.assert_array_equal(out[kept], raw[kept])
     assert not (np.abs(values[kept]) >= exact_values.LIMIT * np.ldexp(1.0, grid)).any()
     if used:  # a word less is noticed
-        assert not exact_values.joined(symbols, predicted, to_cells, grid, kind, words[: used - 1], out)
+        assert not exact_values.joined(symbols, 0, predicted, to_cells, grid, kind, words[: used - 1], out)
 
 
 def test_products_of_the_model_are_exact(sample: Callable[..., Any], profile: Profile) -> None:
     some = sample(40, dtype="bfloat16")
     model = Model(some.kv.shape, measured(some.kv), profile)
-    for weights in (model.token_map, *(m[0] for m in model.maps)):
-        assert (weights == np.rint(weights)).all()
-        assert np.abs(weights).astype(np.float64).sum(axis=0).max(initial=0) * 255 <= 1 << 24
+    for one in model.of_tokens + model.of_blocks:
+        assert (one.weights == np.rint(one.weights)).all()
+        assert np.abs(one.weights).astype(np.float64).sum(axis=1).max(initial=0) * 255 <= 1 << 24
+
+
+@pytest.mark.parametrize(
+    ("tokens", "features", "channels", "start"),
+    [(256, 30, 12, 5), (3, 9, 9, 0), (5, 70, 2, 1), (7, 0, 3, 4), (9, 33, 7, 2)],
+)
+def test_products_are_exact(tokens: int, features: int, channels: int, start: int) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.integers(-255, 256, (tokens, start + features + 3)).astype(np.float32)
+    weights = rng.integers(-900, 901, (channels, features)).astype(np.float32)
+    out = np.full((tokens, channels), 7, np.float32)
+    exact_products.product(x, start, weights, out)
+    np.testing.assert_array_equal(out, x[:, start : start + features].astype(np.int64) @ weights.T.astype(np.int64))
 
 
 def test_prediction_makes_streams_smaller(sample: Callable[..., Any], profile: Profile) -> None:
@@ -208,13 +222,13 @@ def test_the_same_cache_gives_the_same_bytes(sample: Callable[..., Any], profile
 def test_bytes_of_a_block() -> None:
     """The format of what is coded: integers in, integers out."""
     raw = (np.arange(64 * 5, dtype=np.uint32) * 40503 % 65536).reshape(64, 5)
-    predicted = (np.arange(64 * 5) * 7919 % 100_003 - 50_000).reshape(64, 5)
+    predicted = (np.arange(64 * 5) * 7919 % 100_003 - 50_000).reshape(64, 5).astype(np.int32)
     form, grid = FORMATS["bfloat16"], np.array([-9, -3, 0, 2, 20])
     symbols, words, strange = np.empty((64, 5), np.int32), np.zeros(400, np.uint32), np.empty(320, np.int64)
     kind, scale = (form.exponent, form.mantissa, form.bias), np.ldexp(1.0, -grid)
     with np.errstate(invalid="ignore"):
         counts = exact_values.split(
-            raw, form.values(raw), predicted, scale / 1024, scale, grid, kind, symbols, words, strange
+            raw, form.values(raw), predicted, scale / 1024, scale, grid, kind, symbols, 0, words, strange
         )
     assert counts == WORDS
     assert zlib.crc32(symbols.astype("<i4").tobytes() + words[: counts[0]].astype("<u4").tobytes()) == GOLDEN
