@@ -12,6 +12,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from seqkv.adapters import huggingface as hf
 from seqkv.engine import KVCache, Rope, TokenProbs
@@ -36,14 +37,16 @@ class ModelSource:
         rope: a list with a Rope or None for each layer.
         vocab: rows of the embedding table.
 
-    Token ids are NumPy or torch vectors of integers. CacheError if the model keeps a kind of cache that is not
-    understood.
+    Token ids are NumPy or torch vectors of integers. Some layers of the model may attend to a window, as Gemma's: their
+    cache holds every token all the same. CacheError if the model keeps a kind of cache that is not understood.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, context: int = 1024, continuation: int = 512) -> None:
         self.model: Any = model  # transformers' own types promise less than its models keep
         self.tokenizer, self.context, self.continuation = tokenizer, context, continuation
         self._cache_kwarg = hf.cache_kwarg(model)
+        kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+        self._sliding = kinds == {"full_attention", "sliding_attention"}
         with torch.inference_mode():
             probe = hf.to_kv(self._forward([0], use_cache=True)[self._cache_kwarg], model)
         self.layers: int = probe.layers
@@ -191,6 +194,8 @@ class ModelSource:
         return self._forward(ids, **{self._cache_kwarg: cache}).logits[0]
 
     def _forward(self, ids: Any, **kwargs: Any) -> Any:
+        if self._sliding and kwargs.get("use_cache"):  # an empty one keeps every token, the model's own a window
+            kwargs.setdefault(self._cache_kwarg, DynamicCache())
         return self.model(torch.as_tensor(ids, device=self.model.device)[None], **kwargs)
 
 

@@ -11,7 +11,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.0")
 
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig  # noqa: E402
+from transformers import (  # noqa: E402
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+)
 from transformers import MistralForCausalLM as MistralModel  # noqa: E402
 
 from seqkv.adapters import source  # noqa: E402
@@ -125,6 +133,24 @@ def test_fisher_is_the_gradient(monkeypatch: pytest.MonkeyPatch, rope: dict[str,
             move = (gradient / np.linalg.norm(gradient) + 0.1 * rng.standard_normal(gradient.shape)).astype(np.float32)
             measured = (value(side, layer, 0.01 * move) - value(side, layer, -0.01 * move)) / 0.02
             assert measured == pytest.approx(float((gradient * move).sum()), rel=0.02, abs=1e-3)
+
+
+def test_of_windows_every_token_is_kept() -> None:
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = Gemma3TextConfig(
+        vocab_size=97, num_key_value_heads=1, head_dim=8, sliding_window=8, layer_types=kinds, **sizes
+    )
+    s = make(Gemma3ForCausalLM(config).eval().requires_grad_(False))
+    kv = s.prefill(IDS)[0]
+    assert kv.shape == ((1, 8, 8),) * 3 and kv.tokens == CONTEXT
+    with torch.inference_mode():
+        expected = torch.log_softmax(s.model(torch.from_numpy(IDS[None])).logits[0], -1)[CONTEXT:]
+    np.testing.assert_allclose(s.logprobs(IDS, kv).numpy(), expected.numpy(), atol=1e-4)
+    step = s.stepper()
+    steps = np.stack([step(int(i)) for i in IDS])
+    np.testing.assert_allclose(torch.log_softmax(torch.from_numpy(steps), -1)[CONTEXT:], expected.numpy(), atol=1e-4)
 
 
 def test_fisher_without_rotation() -> None:
