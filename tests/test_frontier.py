@@ -148,7 +148,7 @@ def test_quick_measures_everything_once(
     results = frontier.run("tiny", tmp_path, tmp_path / "out", frontier.QUICK)
     rows = list(csv.DictReader((tmp_path / "out" / "frontier_tiny.csv").open()))
     codecs = {row["codec"] for row in rows}
-    assert {"seqkv", "seqkv, no profile", "seqkv, other profile", "seqkv, predictor token", "KIVI"} <= codecs
+    assert {"seqkv", "seqkv, no profile", "seqkv, narrow profile", "seqkv, predictor token", "KIVI"} <= codecs
     assert {"seqkv, lossless", "bfloat16", "TurboQuant", "CacheGen"} <= codecs
     assert all(float(row["kl"]) >= 0 and int(row["bytes"]) > 0 for row in rows)
     shown = json.loads((tmp_path / "out" / "frontier_tiny.json").read_text())
