@@ -14,21 +14,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqkv.cuda_kernels import device
-from seqkv.engine.errors import CacheError
+from seqkv.engine.errors import CacheError, SeqkvError
 
 
 def on_device(array: Any) -> bool:
     """Whether an array is in the memory of a CUDA device."""
     if hasattr(array, "is_cuda"):  # torch
         return bool(array.is_cuda)
-    return hasattr(array, "__cuda_array_interface__")
+    return hasattr(array, "__cuda_array_interface__") or _dlpack_device(array)[0] in _DLPACK_CUDA
 
 
 def place_of(array: Any) -> int | None:
     """The number of the device that an array is on, None for the host."""
     if not on_device(array):
         return None
-    return int(array.device.index if hasattr(array, "is_cuda") else device.cupy().asarray(array).device.id)
+    if hasattr(array, "is_cuda"):
+        return int(array.device.index)
+    if hasattr(array, "__cuda_array_interface__"):
+        return int(device.cupy().asarray(array).device.id)
+    return _dlpack_device(array)[1]
+
+
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+
+def _dlpack_device(array: Any) -> tuple[int, int]:
+    """Kind and number of an array's device as DLPack has them; those of the host if it does not say."""
+    kind, number = array.__dlpack_device__() if hasattr(array, "__dlpack_device__") else (1, 0)
+    return int(kind), int(number)
 
 
 def current(array: Any) -> contextlib.AbstractContextManager[Any]:
@@ -43,14 +56,23 @@ def module_of(array: Any) -> Any:
     return device.cupy() if on_device(array) else np
 
 
-def to_numpy(array: Any) -> tuple[NDArray[Any], str]:
+def to_numpy(array: Any, error: type[SeqkvError] = CacheError) -> tuple[NDArray[Any], str]:
     """`array` as a NumPy array in host memory, without a copy where possible, and the name of its own dtype.
 
     NumPy, torch and CuPy arrays, and whatever has DLPack or `__array__`. bfloat16 comes back as float32 of the same
     values, with the name "bfloat16". Objects are told apart by their methods, so that no library is imported for it.
+    error: what is raised for what cannot be read: sparse or quantised tensors, dtypes that NumPy does not know, devices
+        without memory of their own.
     """
+    try:
+        return _to_numpy(array)
+    except (TypeError, ValueError, RuntimeError, BufferError) as problem:
+        raise error(f"{_described(array)} cannot be read as an array: {_first_line(problem)}") from problem
+
+
+def _to_numpy(array: Any) -> tuple[NDArray[Any], str]:
     if hasattr(array, "detach") and hasattr(array, "cpu"):  # torch: off the graph, off the device
-        array = array.detach().cpu()
+        array = array.detach().cpu().resolve_conj().resolve_neg()
         if str(array.dtype) == "torch.bfloat16":
             return array.float().numpy(), "bfloat16"
         out = array.numpy()
@@ -65,6 +87,15 @@ def to_numpy(array: Any) -> tuple[NDArray[Any], str]:
     return out, out.dtype.name
 
 
+def _described(array: Any) -> str:
+    about = [str(getattr(array, name)) for name in ("layout", "dtype", "device") if hasattr(array, name)]
+    return " ".join([type(array).__name__, *about])
+
+
+def _first_line(problem: Exception) -> str:
+    return str(problem).partition("\n")[0]
+
+
 def to_cupy(array: Any) -> tuple[Any, str]:
     """An array on a CUDA device as a CuPy array that shares its memory, and the name of its dtype."""
     cupy = device.cupy()
@@ -72,6 +103,8 @@ def to_cupy(array: Any) -> tuple[Any, str]:
         array = array.detach()
         name = str(array.dtype).removeprefix("torch.")
         return _bits(cupy.from_dlpack(_plain(array)), name), name
+    if not hasattr(array, "__cuda_array_interface__"):
+        array = cupy.from_dlpack(array)
     out = array if isinstance(array, cupy.ndarray) else cupy.asarray(array)
     name = out.dtype.name
     return _bits(out, name), name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -285,6 +285,8 @@ def _layers(arrays: Any, side: str) -> tuple[list[Any], set[str]]:
         if stacked.ndim != 4:
             raise CacheError(f"{side}: expected [layers, kv_heads, tokens, head_dim], got shape {stacked.shape}")
         return list(stacked), {dtype}
+    if not isinstance(arrays, Iterable):
+        raise CacheError(f"{side}: expected an array, or one for each layer, not {type(arrays).__name__}")
     pairs = [_taken(array) for array in arrays]
     for layer, (array, _) in enumerate(pairs):
         if array.ndim != 3:

@@ -181,7 +181,7 @@ def _shape(array: Any) -> tuple[int, ...]:
 
 
 def _integers(array: Any, name: str) -> NDArray[Any]:
-    out = to_numpy(array)[0]
+    out = to_numpy(array, ProbsError)[0]
     if out.dtype.kind not in "iu":
         raise ProbsError(f"{name}: expected integers, got {out.dtype}")
     return out
@@ -208,4 +208,8 @@ def _chunks(array: Any, rows: int, vocab: int) -> Iterator[tuple[int, NDArray[np
     """(first row, float32 copy of some rows), together the first `rows` rows of `array`."""
     step = max(1, _CHUNK // vocab)
     for start in range(0, rows, step):
-        yield start, np.array(to_numpy(array[start : min(rows, start + step)])[0], np.float32)
+        try:
+            some = array[start : min(rows, start + step)]
+        except (TypeError, RuntimeError) as problem:  # a sparse tensor, say
+            raise ProbsError(f"rows of a {type(array).__name__} cannot be read: give a dense array") from problem
+        yield start, np.array(to_numpy(some, ProbsError)[0], np.float32)

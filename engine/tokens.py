@@ -13,7 +13,7 @@ from seqkv.engine.errors import ProbsError
 
 def checked(token_ids: Any) -> NDArray[np.int32]:
     """Token ids as int32 [tokens], maybe none. ProbsError if they are not one sequence of integers in [0, 2**31)."""
-    ids = to_numpy(token_ids)[0]
+    ids = to_numpy(token_ids, ProbsError)[0]
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ProbsError(f"token_ids: expected one sequence of integers, got {ids.dtype} of shape {ids.shape}")
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 2**31):
