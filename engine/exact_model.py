@@ -1,8 +1,7 @@
-"""What blocks are predicted with so that every machine computes the same: integers, in floats that hold them exactly.
+"""What blocks are predicted with so that every machine computes the same: integers.
 
-Features are integers of at most 255, weights integers whose magnitudes add up to no more than float32 sums exactly: a
-matrix product of these is the same whatever order it is summed in. Everything else is products by powers of two, and
-sums in an order that is written down.
+Features are integers of at most 1,023, weights integers of 16 bits whose products with them add up to 32 bits. Everything
+else is products by powers of two, and sums in an order that is written down.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from seqkv.engine.cache import KVCache
 from seqkv.engine.errors import ProfileError
+from seqkv.engine.exact_products import STEP, TILE, padded
 from seqkv.engine.exact_values import LARGEST_FEATURE, LIMIT
 from seqkv.engine.host import blocks_of
 from seqkv.engine.layout import block_starts, block_widths
@@ -24,9 +24,10 @@ from seqkv.engine.profile import Profile
 
 MEANS_PER_SCALE = 8
 LARGEST_EXPONENT = 150  # of a channel's scale
-_STEPS = 5  # features have 2 ** 5 steps to a channel's scale
+_STEPS = 6  # features have 2 ** 6 steps to a channel's scale
 _FINE = 14  # numbers in fixed point have 2 ** 14
-_SUM = (1 << 24) / LARGEST_FEATURE  # what magnitudes of weights may add up to
+_SUM = ((1 << 31) - 1) // LARGEST_FEATURE  # what magnitudes of weights may add up to,
+_LARGEST = (1 << 15) - 1  # and how large one may be
 _ROWS = 768  # of the token table, that its features are measured on
 _SAMPLE = 64  # tokens that channels are measured on
 
@@ -64,9 +65,9 @@ def measured(kv: KVCache, each: Each = map) -> NDArray[np.int16]:
 @dataclass(frozen=True)
 class Map:
     """From features to a block's channels: integer weights, what their products are worth in fixed point, and what the
-    means of the features add."""
+    means of the features add. Weights are [channels, features], padded with zeros as exact_products has it."""
 
-    weights: NDArray[np.float32]  # [channels, features]
+    weights: NDArray[np.int16]
     scale: NDArray[np.float64]
     offset: NDArray[np.float64]
 
@@ -119,28 +120,30 @@ class Model:
         """From tokens, and from the blocks before."""
         here, some = self.columns(block), self.sources(block)
         if self.profile is None:
-            nothing = Map(np.zeros((self.widths[block], 0), np.float32), *np.zeros((2, self.widths[block])))
+            weights = np.zeros((padded(self.widths[block], TILE), 0), np.int16)
+            nothing = Map(weights, *np.zeros((2, self.widths[block])))
             return nothing, nothing
         before = slice(int(self.starts[some.start]), int(self.starts[some.stop]))
         of_tokens, of_blocks, unit = self.profile.token_map[:, here], self.profile.maps[block][0], self.unit[here]
         token_step = self.token_step if self.rank else np.zeros(0)
         return (
-            _map("the token", of_tokens, token_step, np.zeros(self.rank), unit),
-            _map(f"block {block}", of_blocks, self.step[before], mean[before], unit),
+            _map(of_tokens, token_step, np.zeros(self.rank), unit),
+            _map(of_blocks, self.step[before], mean[before], unit),
         )
 
-    def rows(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """What tokens are to the model: distinct rows of the token table as integers, and the row of each token.
-        ProfileError if an id is outside the table."""
+    def rows(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+        """What tokens are to the model: distinct rows of the token table as integers, padded as exact_products has it,
+        and the row of each token. ProfileError if an id is outside the table."""
         if self.profile is None or self.rank == 0:
-            return np.zeros((1, 0), np.float32), np.zeros(len(ids), np.int64)
+            return np.zeros((TILE, 0), np.int16), np.zeros(len(ids), np.int64)
         if int(ids.max()) >= len(self.profile.table):
             raise ProfileError(
                 f"token id {int(ids.max())} is outside the profile's vocabulary of {len(self.profile.table)}"
             )
         distinct, index = np.unique(ids, return_inverse=True)
-        rows = np.rint(self.profile.table[distinct] / self.token_step)
-        rows = np.clip(rows, -LARGEST_FEATURE, LARGEST_FEATURE).astype(np.float32)
+        rows = np.zeros((padded(len(distinct), TILE), padded(self.rank, STEP)), np.int16)
+        exact = np.rint(self.profile.table[distinct] / self.token_step)
+        rows[: len(distinct), : self.rank] = np.clip(exact, -LARGEST_FEATURE, LARGEST_FEATURE)
         return rows, index.reshape(-1).astype(np.int64)
 
 
@@ -150,21 +153,14 @@ def power(exponent: Any) -> Any:
 
 
 def _map(
-    what: str,
-    weights: NDArray[np.float32],
-    step: NDArray[np.float64],
-    mean: NDArray[np.float64],
-    unit: NDArray[np.float64],
+    weights: NDArray[np.float32], step: NDArray[np.float64], mean: NDArray[np.float64], unit: NDArray[np.float64]
 ) -> Map:
     """Weights [features, channels] as integers; step, mean: of the features."""
     count, width = weights.shape
-    budget = _SUM - count / 2
-    if budget < 1024:
-        raise ProfileError(f"lossless: {count} features of {what} predict, more than can be summed exactly")
-    total, offset = np.zeros(width), np.zeros(width)
-    sums(weights, step, mean, total, offset)
-    exponent = np.frexp(total / budget)[1]
-    out = np.empty((width, count), np.float32)
+    total, largest, offset = np.zeros((3, width))
+    sums(weights, step, mean, total, largest, offset)
+    exponent = np.frexp(np.maximum(total / (_SUM - count), largest / _LARGEST))[1]
+    out = np.zeros((padded(width, TILE), padded(count, STEP)), np.int16)
     integers(weights, step, power(-exponent), out)
     return Map(out, power(exponent) / unit, offset)
 
@@ -179,14 +175,16 @@ def sums(
     step: NDArray[np.float64],
     mean: NDArray[np.float64],
     total: NDArray[np.float64],
+    largest: NDArray[np.float64],
     offset: NDArray[np.float64],
 ) -> None:
-    """Of weights [features, channels]: the magnitudes, times a feature's step, and what the features' means add up to,
-    each in the order of features. [channels] both."""
+    """Of weights [features, channels]: the sum and the largest of magnitudes, times a feature's step, and what the
+    features' means add up to, each in the order of features. [channels] all."""
     for f in range(weights.shape[0]):
         for c in range(weights.shape[1]):
-            weight = np.float64(weights[f, c])
-            total[c] += abs(weight) * step[f]  # a product by a power of two is exact: no order of rounding to agree on
+            weight = abs(np.float64(weights[f, c])) * step[f]
+            total[c] += weight  # a product by a power of two is exact: no order of rounding to agree on
+            largest[c] = max(largest[c], weight)
     for f in range(weights.shape[0]):
         for c in range(weights.shape[1]):
             offset[c] += np.float64(weights[f, c]) * mean[f]  # exact too: 11 bits by 16
@@ -194,9 +192,9 @@ def sums(
 
 @njit(cache=True, nogil=True)
 def integers(
-    weights: NDArray[np.float32], step: NDArray[np.float64], scale: NDArray[np.float64], out: NDArray[np.float32]
+    weights: NDArray[np.float32], step: NDArray[np.float64], scale: NDArray[np.float64], out: NDArray[np.int16]
 ) -> None:
     """weights [features, channels] * step [features] * scale [channels], rounded to integers, [channels, features]."""
     for f in range(weights.shape[0]):
         for c in range(weights.shape[1]):
-            out[c, f] = np.float32(np.rint(np.float64(weights[f, c]) * step[f] * scale[c]))
+            out[c, f] = np.int16(np.rint(np.float64(weights[f, c]) * step[f] * scale[c]))

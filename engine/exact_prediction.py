@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from seqkv.engine import exact_values
 from seqkv.engine.cache import Rope
 from seqkv.engine.exact_model import Model
-from seqkv.engine.exact_products import product
+from seqkv.engine.exact_products import STEP, TILE, padded, product
 from seqkv.engine.exact_values import TURN_BITS
 
 
@@ -29,13 +29,13 @@ class Prediction:
 
     def expected(self, block: int) -> NDArray[np.int32]:
         """In fixed point, [tokens, channels]."""
-        model, here, width = self.model, self.model.columns(block), self.model.widths[block]
+        model, here = self.model, self.model.columns(block)
         of_tokens, of_blocks = model.of_tokens[block], model.of_blocks[block]
-        said = np.empty((len(self.rows), width), np.float32)
+        said = np.empty((len(self.rows), len(of_tokens.weights)), np.int32)
         product(self.rows, 0, of_tokens.weights, said)
-        before = np.empty((len(self.index), width), np.float32)
+        before = np.empty((len(self.window.columns), len(of_blocks.weights)), np.int32)
         product(self.window.columns, self.window.start(block), of_blocks.weights, before)
-        out = np.empty((len(self.index), width), np.int32)
+        out = np.empty((len(self.index), model.widths[block]), np.int32)
         exact_values.expected(said, self.index, of_tokens.scale, before, of_blocks.scale, model.bias[here], out)
         self._turn(out, block, back=False)
         return out
@@ -59,13 +59,15 @@ class Prediction:
 
 
 class _Window:
-    """Features of the blocks that are still needed, side by side, [tokens, channels]."""
+    """Features of the blocks that are still needed, side by side: columns [tokens, channels], padded as exact_products
+    has it."""
 
     def __init__(self, model: Model, tokens: int) -> None:
         self.model, self.end = model, 0
         self.places: dict[int, int] = {}
         spans = [sum(model.widths[b] for b in (*model.sources(block), block)) for block in range(len(model.widths))]
-        self.columns = np.empty((tokens, 0 if model.profile is None else 2 * max(spans)), np.float32)
+        self.room_for = 0 if model.profile is None else 2 * max(spans)
+        self.columns = np.zeros((padded(tokens, TILE), self.room_for + STEP), np.int16)  # a product may read beyond
 
     def start(self, block: int) -> int:
         """Where the features of the blocks that predict a block begin."""
@@ -75,7 +77,7 @@ class _Window:
     def room(self, block: int) -> int:
         """Where the features of the next block are to be written."""
         width, before = self.model.widths[block], self.model.sources(block)
-        if self.end + width > self.columns.shape[1]:
+        if self.end + width > self.room_for:
             first = self.start(block) if len(before) else self.end
             self.columns[:, : self.end - first] = self.columns[:, first : self.end].copy()
             self.places = {b: self.places[b] - first for b in before}

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 FAR = 12
 LIMIT = float(1 << 29)  # of cells and of numbers in fixed point
-LARGEST_FEATURE = 255.0
+LARGEST_FEATURE = 1023.0
 TURN_BITS = 14  # of cosines and sines in fixed point
 
 
@@ -109,23 +109,23 @@ def features(
     numbers: NDArray[np.int32],
     mean: NDArray[np.int32],
     scale: NDArray[np.float64],
-    out: NDArray[np.float32],
+    out: NDArray[np.int16],
     start: int,
 ) -> None:
-    """Numbers less their mean, in steps that 255 of are enough: integers, in the channels of `out` from `start` on."""
+    """Numbers less their mean, in steps that 1,023 of are enough: integers, in the channels of `out` from `start` on."""
     for t in range(numbers.shape[0]):
         row = out[t, start : start + numbers.shape[1]]
         for c in range(numbers.shape[1]):
             x = (np.float64(numbers[t, c]) - np.float64(mean[c])) * scale[c]
-            row[c] = np.float32(math.floor(min(max(x, -LARGEST_FEATURE), LARGEST_FEATURE) + 0.5))
+            row[c] = np.int16(math.floor(min(max(x, -LARGEST_FEATURE), LARGEST_FEATURE) + 0.5))
 
 
 @njit(cache=True, nogil=True)
 def expected(
-    of_tokens: NDArray[np.float32],
+    of_tokens: NDArray[np.int32],
     index: NDArray[np.int64],
     token_scale: NDArray[np.float64],
-    of_blocks: NDArray[np.float32],
+    of_blocks: NDArray[np.int32],
     block_scale: NDArray[np.float64],
     bias: NDArray[np.int32],
     out: NDArray[np.int32],
