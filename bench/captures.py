@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
-from transformers.cache_utils import DynamicCache
 
 from seqkv import engine, models
 from seqkv.adapters import huggingface as hf
@@ -29,8 +28,7 @@ Report = Callable[[float, str], None]
 
 
 class Captures(ModelSource):
-    """A ModelSource that keeps what `prefill` and `fisher` gave in a folder. Every layer keeps all tokens, also those
-    with a sliding window."""
+    """A ModelSource that keeps what `prefill` and `fisher` gave in a folder."""
 
     def __init__(self, model: Any, tokenizer: Any, context: int, continuation: int, folder: Path) -> None:
         super().__init__(model, tokenizer, context, continuation)
@@ -70,11 +68,6 @@ class Captures(ModelSource):
             partial.rename(path)
         with np.load(path) as file:
             return dict(file)
-
-    def _forward(self, ids: Any, **kwargs: Any) -> Any:
-        if kwargs.get("use_cache") and self._cache_kwarg not in kwargs:
-            kwargs[self._cache_kwarg] = DynamicCache()  # without a configuration: no layer forgets
-        return super()._forward(ids, **kwargs)
 
 
 def load(name: str, folder: Path, context: int = 1024, continuation: int = 512) -> Captures:

