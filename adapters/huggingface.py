@@ -9,6 +9,10 @@
 
 Caches whose layers are all plain `DynamicLayer`s are understood: what a decoder with full attention makes. Any other
 kind of layer (sliding window, linear attention, static, quantized, ...) is refused by name.
+
+`CompressedCache` is a cache that is compressed while the model generates:
+
+    model.generate(input_ids, **{name: CompressedCache(model, profile=profile)})
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ from transformers.utils import logging
 
 from seqkv import engine
 from seqkv.adapters import rope
+from seqkv.adapters.compressed_cache import CompressedCache as CompressedCache
+from seqkv.adapters.parts import decoder_of, text_config
 from seqkv.cuda_kernels.device import available
 from seqkv.engine import CacheError, KVCache, TokenProbs
 from seqkv.engine.arrays import on_device
@@ -70,7 +76,7 @@ def to_kv(cache: Any, model: PreTrainedModel, batch_index: int = 0) -> KVCache:
         if not 0 <= batch_index < layer.keys.shape[0]:
             raise CacheError(f"the cache holds {layer.keys.shape[0]} sequences, there is no number {batch_index}")
     keys = [layer.keys[batch_index] for layer in layers]
-    ropes = rope.of_decoder(_decoder(model), _text_config(model), [key.shape[-1] for key in keys])
+    ropes = rope.of_decoder(decoder_of(model), text_config(model), [key.shape[-1] for key in keys])
     return KVCache(keys, [layer.values[batch_index] for layer in layers], rope=ropes)
 
 
@@ -87,7 +93,7 @@ def to_cache(
     The cache has no positions of its own: if `kv.positions` do not count from 0 (a part of a stream), give the model
     `position_ids` when it continues. CacheError if the model has another number of layers.
     """
-    count = _text_config(model).num_hidden_layers
+    count = text_config(model).num_hidden_layers
     if kv.layers != count:
         raise CacheError(f"the cache has {kv.layers} layers, the model {count}")
     dtype, where = dtype or model.dtype, device or model.device
@@ -187,7 +193,7 @@ def observe_attention(model: PreTrainedModel, last: int = 256) -> Iterator[Atten
     """
     if last < 1:
         raise ValueError(f"last must be at least 1, not {last}")
-    decoder = _decoder(model)
+    decoder = decoder_of(model)
     attentions = [m for m in decoder.modules() if hasattr(m, "layer_idx") and not getattr(m, "is_cross_attention", 0)]
     if any(hasattr(m, "_seqkv_observer") for m in attentions):
         raise RuntimeError("the model is being observed already")
@@ -326,15 +332,6 @@ def _tensor(array: Any, dtype: torch.dtype, where: torch.device | str) -> torch.
     else:
         tensor = torch.from_numpy(np.require(array, requirements="W"))
     return tensor[None].to(where, dtype)
-
-
-def _decoder(model: PreTrainedModel) -> Any:
-    """The stack of layers that owns the cache."""
-    return model.get_decoder() if hasattr(model, "get_decoder") else model
-
-
-def _text_config(model: PreTrainedModel) -> Any:
-    return model.config.get_text_config(decoder=True)
 
 
 @contextlib.contextmanager

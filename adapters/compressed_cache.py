@@ -1,0 +1,277 @@
+"""A transformers cache that holds what is older than a window as seqkv streams: `CompressedCache`."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from seqkv.adapters import cache_layers, rope, session_file
+from seqkv.adapters.parts import decoder_of, text_config
+from seqkv.adapters.past import Past, Tier
+from seqkv.engine import CacheError, Profile, ProfileError
+from seqkv.engine.rate_control import check
+
+CHUNK, CHUNK_WITHOUT_PROFILE = 32, 256
+"""Tokens that are coded at a time: few, as what waits for them is held as it is, but a stream without a profile brings
+statistics of its own, which must be worth it."""
+
+
+class CompressedCache(Cache):
+    """The cache of a decoder, for `model.generate(ids, cache=CompressedCache(model, profile=profile))`.
+
+    (transformers before 5.24: `past_key_values=`; `huggingface.cache_kwarg` tells.)
+
+    model: whose cache this is. The cache reads from its calls, through a hook that goes when the cache goes, which
+        tokens they are of: call the model itself, with `input_ids`.
+    profile: of the model's layers of full attention; None codes without calibration.
+    kl: requested loss, as in `engine.encode`. tier: "near", or "lossless", which is as exact as it is slow here.
+    window: tokens that at least are held as they are, the last ones. Whole chunks of those before are coded together in
+        all layers, once, when the last layer has been updated.
+    keep_decoded: hold what was decoded from one forward pass to the next. Without it a pass decodes layer by layer,
+        whose keys and values are gone with the pass. With it a pass is as fast as with a DynamicCache, and `nbytes` is
+        more than a DynamicCache's, until `rest` drops what was decoded.
+
+    Layers of full attention are coded (MLA among them, whose keys and values differ in width). All others are held as
+    they are, and counted: sliding windows, which do not grow, and linear attention. Of hybrid layers the attention is
+    coded. Batches may be padded: columns that `attention_mask` hides are not held, and stay hidden. Beam search and
+    assisted generation work; tokens that are coded cannot be cropped.
+
+    CacheError for a model whose cache is of another kind, and from a forward pass without ids, or with a mask that is
+    not [batch, tokens]; ProfileError if the profile is of other layers; ValueError for numbers out of range.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        profile: Profile | None = None,
+        kl: float = 0.01,
+        tier: Tier = "near",
+        window: int = 128,
+        keep_decoded: bool = False,
+    ) -> None:
+        check(kl, None)
+        if tier not in ("near", "lossless"):
+            raise ValueError(f'tier must be "near" or "lossless", not {tier!r}')
+        if window < 1:
+            raise ValueError(f"window must be at least 1, not {window}")
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise CacheError(
+                "a CompressedCache is of a decoder alone: encoder-decoder models keep another kind of cache"
+            )
+        config = text_config(model)
+        layers, coded = cache_layers.make(config)
+        if not coded:
+            kinds = sorted({type(layer).__name__ for layer in layers})
+            raise CacheError(
+                f"no layer of this model can be compressed, they are {', '.join(kinds)}: use a DynamicCache"
+            )
+        super().__init__(layers=layers)
+        self.past, self.window, self.keep_decoded = Past(profile, kl, tier, len(coded)), window, keep_decoded
+        self.chunk = CHUNK_WITHOUT_PROFILE if profile is None else CHUNK
+        self.coded = coded
+        for index, layer in enumerate(coded.values()):
+            layer.join(self.past, index, keep_decoded)
+        self._ids: torch.Tensor | None = None  # [batch, columns that are held as they are]
+        self._model = weakref.ref(model)
+        _watch(self, model)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Add a layer's keys and values, [batch, kv_heads, tokens, width]; returns those of all tokens."""
+        out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == next(reversed(self.coded)):
+            self._settle()
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: streams, recent tokens, layers of other kinds, and what is kept decoded."""
+        tensors = [tensor for layer in self.layers for tensor in cache_layers.tensors_of(layer)]
+        tensors += [x for x in (self._ids, self.past.hidden) if x is not None]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}  # views keep more
+        return self.past.nbytes + sum(storages.values())
+
+    @property
+    def most_decoded_nbytes(self) -> int:
+        """The most bytes that a forward pass had beside `nbytes`: what it decodes with, and one layer decoded."""
+        return max(layer.most_decoded for layer in self.coded.values())
+
+    def rest(self) -> None:
+        """Drop what was decoded; the next forward pass decodes it again."""
+        for layer in self.coded.values():
+            layer.before = None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.past.clear()
+        self._ids = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -tokens_to_remove tokens; a positive number is the length that is to be left.
+
+        CacheError if some of these are coded already: `window` tokens can always be removed, but from a model with
+        layers that cannot go back.
+        """
+        length = self._length()
+        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove)
+        for layer in self.coded.values():
+            layer.crop(-remove)
+        for place, layer in enumerate(self.layers):
+            if place not in self.coded and (remove or getattr(layer, "record_past", False)):
+                layer.crop(-remove)
+        if remove and self._ids is not None and self.past.hidden is not None:
+            self._ids, self.past.hidden = self._ids[:, :-remove], self.past.hidden[:, :-remove]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Take these sequences, in this order, as beam search asks for."""
+        super().reorder_cache(beam_idx)
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these sequences."""
+        super().batch_select_indices(indices)
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence that many times."""
+        super().batch_repeat_interleave(repeats)
+        if self._ids is not None:
+            self._select(torch.arange(len(self._ids)).repeat_interleave(repeats))
+
+    def save_session(self, path: str | Path) -> None:
+        """Write everything as a safetensors file, whole or not at all. CacheError if a layer holds what it cannot."""
+        session_file.save(self, path)
+
+    @classmethod
+    def load_session(
+        cls, path: str | Path, model: PreTrainedModel, *, profile: Profile | None = None, keep_decoded: bool = False
+    ) -> CompressedCache:
+        """The cache that `save_session` wrote, on the model's device; generation goes on from it.
+
+        StreamError if the file is damaged or something else, CacheError if it is of another model, ProfileError if it
+        needs another profile.
+        """
+        return session_file.load(cls, path, model, profile, keep_decoded)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+        """A cache that goes on by itself; streams and model are shared."""
+        model = self._model()
+        if model is None:
+            raise CacheError("the model of this cache is gone")
+        past = self.past
+        other = type(self)(
+            model, profile=past.profile, kl=past.kl, tier=past.tier, window=self.window, keep_decoded=self.keep_decoded
+        )
+        for mine, layer in zip(self.layers, other.layers, strict=True):
+            own = {"past", "index", "keep"}
+            vars(layer).update({k: copy.deepcopy(v, memo) for k, v in vars(mine).items() if k not in own})
+        other.past.pieces, other.past.rope, other.chunk = list(past.pieces), past.rope, self.chunk
+        other._ids, other.past.hidden = copy.deepcopy(self._ids, memo), copy.deepcopy(past.hidden, memo)
+        return other
+
+    def _select(self, rows: torch.Tensor) -> None:
+        chosen = rows.cpu()
+        self.past.select(chosen.tolist())
+        if self._ids is not None:
+            self._ids = self._ids[chosen]
+
+    def _length(self) -> int:
+        """Columns that all coded layers hold. CacheError if they differ."""
+        lengths = {layer.get_seq_length() for layer in self.coded.values()}
+        if len(lengths) != 1:
+            raise CacheError("a forward pass ended before the last layer: reset the cache, or load a session")
+        return lengths.pop()
+
+    def saw(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """What a call of the model is about to add. Called by the hook, before it."""
+        given = [kwargs.get("cache"), kwargs.get("past_key_values"), *args]
+        if not any(one is self for one in given):
+            return
+        ids = kwargs.get("input_ids", args[0] if args and args[0] is not self else None)
+        if ids is None:
+            raise CacheError("a CompressedCache needs the token ids: call the model with input_ids, not inputs_embeds")
+        length = self._length()
+        if self._ids is not None and self.past.stop + self._ids.shape[1] != length:
+            raise CacheError("a call before this one did not go through: reset the cache, or load a session")
+        self._see_mask(kwargs.get("attention_mask"), length, *ids.shape)
+        new = ids.detach().cpu()
+        self._ids = new if self._ids is None else torch.cat([self._ids, new], dim=1)
+
+    def _see_mask(self, mask: Any, length: int, batch: int, new: int) -> None:
+        """Which columns are hidden. CacheError if that changes."""
+        known = torch.zeros((batch, 0), dtype=torch.bool) if self.past.hidden is None else self.past.hidden
+        if known.shape != (batch, length):
+            raise CacheError(f"the cache holds {len(known)} sequences of {length} tokens, the call is of {batch}")
+        if mask is None:
+            mask = torch.ones((batch, length + new), dtype=torch.long)
+        if getattr(mask, "shape", None) != (batch, length + new):
+            raise CacheError(
+                f"attention_mask must be of shape [{batch} sequences, {length + new} tokens], or not given"
+            )
+        hidden = (mask == 0).cpu()
+        if not torch.equal(hidden[:, :length], known):
+            raise CacheError("attention_mask hides other tokens than before: those that are hidden are not held")
+        self.past.hidden = hidden
+
+    def _settle(self) -> None:
+        """Code the whole chunks that are older than the window."""
+        layers = list(self.coded.values())
+        if not self.past.rope:
+            self._begin(layers)
+        if len({layer.recent for layer in layers}) != 1:
+            raise CacheError(
+                "layers of full attention hold different numbers of tokens: this model's cache is not known"
+            )
+        held = layers[0].recent
+        if self._ids is None or self._ids.shape[1] != held:
+            raise CacheError(
+                "the cache was not told which tokens these are: call the model that it was made for itself"
+            )
+        due = max(0, held - self.window) // self.chunk * self.chunk
+        if due:
+            keys, values = ([getattr(x, side)[:, :, :due] for x in layers] for side in ("keys", "values"))
+            self.past.add(keys, values, self._ids[:, :due])
+            self._ids = self._ids[:, due:].clone()
+            for layer in layers:
+                layer.drop(due)
+
+    def _begin(self, layers: Sequence[Any]) -> None:
+        """What is known when the first tokens are there."""
+        model = self._model()
+        if model is None:
+            raise CacheError("the model of this cache is gone")
+        profile, shape = self.past.profile, []
+        for layer in layers:
+            shape.append((layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
+        if profile is not None and profile.shape != tuple(shape):
+            raise ProfileError(
+                f"the profile is for {len(profile.shape)} layers, the model has {len(shape)} of full attention, "
+                f"or these are of other widths: {sorted(set(shape))}, not {sorted(set(profile.shape))}"
+            )
+        widths = [0] * len(self.layers)
+        for place, (_, width, _) in zip(self.coded, shape, strict=True):
+            widths[place] = width
+        ropes = rope.of_decoder(decoder_of(model), text_config(model), widths)
+        self.past.rope = [ropes[place] for place in self.coded]
+
+
+def _watch(cache: CompressedCache, model: PreTrainedModel) -> None:
+    """Tell the cache of the model's calls, for as long as there is a cache."""
+    there = weakref.ref(cache)
+
+    def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        one = there()
+        if one is not None:
+            one.saw(args, kwargs)
+
+    weakref.finalize(cache, model.register_forward_pre_hook(before, with_kwargs=True).remove)
