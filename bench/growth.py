@@ -41,7 +41,7 @@ from seqkv.engine.container import Container  # noqa: E402
 LENGTHS, BEYOND = (1024, 2048, 4096, 8192), (2, 4)
 QUICK_LENGTHS, QUICK_BEYOND = (256, 512), (2,)
 LAST = 256  # tokens: a chunk
-PARTS = (form.TOKENS, form.CLASSES, form.CHUNK)  # of a stream, for each chunk
+PARTS = (form.TOKENS, form.CLASSES, form.CHUNK, form.MEANS)  # of a stream, for each chunk
 KL = 0.01
 DOMAINS = ("prose", "code")
 _CHARACTERS = 80_000  # of a text

@@ -97,12 +97,12 @@ class Bench:
         ours, theirs, source = (Container.parse(x) for x in (stream, alone, reference))
         aligned = Aligned.read(ours, form.Form(ours), self.profile, self.streams.__getitem__)
         held = np.zeros(tokens, bool) if aligned is None else aligned.held(slice(None))
-        spent = sum(ours.length(*key) for key in ours.sections if key[0] in (form.DELTA, form.MEANS, form.RUNS))
+        spent = sum(ours.length(*key) for key in ours.sections if key[0] in (form.DELTA, form.DELTA_MEANS, form.RUNS))
         instead, copied, shared = 0.0, 0, 0
         for chunk in range(form.chunks(tokens)):
             part = slice(*form.chunk_bounds(chunk, tokens))
             share = held[part].mean()
-            kinds = [(kind, chunk) for kind in (form.TOKENS, form.CLASSES, form.CHUNK)]
+            kinds = [(kind, chunk) for kind in (form.TOKENS, form.CLASSES, form.CHUNK, form.MEANS)]
             instead += share * sum(theirs.length(*key) for key in kinds)
             spent += share * ours.length(form.CLASSES, chunk)
             if all(key in source.sections and ours.section(*key) == source.section(*key) for key in kinds):

@@ -23,7 +23,7 @@ from seqkv.engine import layout, near, quantiser
 from seqkv.engine.cache import KVCache, Rope
 from seqkv.engine.container import Container, Section
 from seqkv.engine.errors import ProbsError, StreamError
-from seqkv.engine.form import CHUNK, SCALES, Form, chunk_bounds, chunks
+from seqkv.engine.form import CHUNK, MEANS, SCALES, Form, chunk_bounds, chunks
 from seqkv.engine.host import needed
 from seqkv.engine.matrices import Batch, Decoded, forward_matrices, matrices
 from seqkv.engine.modes import Mode
@@ -80,17 +80,38 @@ def decode_chunks(
         scales = [mode.stored_scale(parsed, chunk, step) for chunk, step in zip(some, steps, strict=True)]
         alike = 1 if not mode.sequential and len(set(steps)) == 1 else len(some)  # rows of base that differ
         base = xp.asarray(np.stack([s.at_step(step) for s, step in zip(scales[:alike], steps[:alike], strict=True)]))
-        parts = [near.split(scale, parsed.section(CHUNK, chunk)) for chunk, scale in zip(some, scales, strict=True)]
-        live = np.stack([live for live, _ in parts]).astype(np.uint8)
         store = _Store(form, batch, wanted, depth, target)
         try:
-            decoder = coder.Decoder([group for _, group in parts], live, batch.first, batch.tokens, batch.columns)
-            decoded = _decode_layers(mode, batch, decoder, base, layers, store)
-            decoder.check(partial=layers < len(form.shape))
+            decoders = [_decoder(parsed, CHUNK, some, scales, batch.first, batch.tokens)]
+            if mode.means:
+                decoders.append(_decoder(parsed, MEANS, some, scales, batch.mean_first, batch.mean_tokens))
+            decoded = _decode_layers(mode, batch, decoders, base, layers, store)
+            for decoder in decoders:
+                decoder.check(partial=layers < len(form.shape))
         except CorruptGroup as error:
             raise StreamError(f"altered chunk: {error}") from error
         if mode.sequential:
             mode.learn(decoded.whole())
+
+
+def mean_offset(batch: Batch) -> Any:
+    """Where the coder's contexts of means start, [2, windows], beside their base."""
+    offset = quantiser.gain_units(np.full((2, len(batch.mean_steps)), near.MEAN_GAIN)) + np.int16(near.MEAN_SHIFT)
+    return device.cupy().asarray(offset)
+
+
+def _decoder(
+    parsed: Container,
+    kind: int,
+    some: range,
+    scales: list[near.Scale],
+    first: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+) -> coder.Decoder:
+    """Of the sections of one kind of some chunks."""
+    parts = [near.split(scale, parsed.section(kind, chunk)) for chunk, scale in zip(some, scales, strict=True)]
+    live = np.stack([live for live, _ in parts]).astype(np.uint8)
+    return coder.Decoder([group for _, group in parts], live, first, tokens, int(tokens.sum()))
 
 
 def empty(form: Form) -> Callable[[tuple[int, ...]], Any]:
@@ -106,6 +127,7 @@ class _Encoding:
         model = mode.model()
         self.model, self.forward = matrices(model), forward_matrices(model)
         self.encoder = coder.Encoder(batch.first, batch.tokens, batch.columns)
+        self.mean_encoder = coder.Encoder(batch.mean_first, batch.mean_tokens, len(batch.mean_steps))
         self.errors: list[Any] = []  # of each block: partial sums of (error in steps)^2
         self.energies: tuple[list[Any], list[Any]] = ([], [])  # of keys, of values: error and energy, partial sums
 
@@ -118,8 +140,11 @@ class _Encoding:
         for layer in range(layers):
             first, middle, last = starts[2 * layer : 2 * layer + 3]
             symbols = xp.empty((last - first, self.batch.columns), np.int32)
-            for block, part in ((2 * layer, symbols[: middle - first]), (2 * layer + 1, symbols[middle - first :])):
-                decoded.put(block, self._code(block, values, decoded, part))
+            means = xp.zeros((last - first, len(self.batch.mean_steps)), np.int32)
+            for block, part in ((2 * layer, slice(middle - first)), (2 * layer + 1, slice(middle - first, None))):
+                decoded.put(block, self._code(block, values, decoded, symbols[part], means[part]))
+            if self.mode.means:
+                self._add_means(layer, means)
             waiting.append((layer, symbols, coder.statistics(symbols, self.batch.first, self.batch.tokens)))
             if not self.mode.sequential:
                 self._add(*waiting.pop())
@@ -130,8 +155,9 @@ class _Encoding:
                 self._add(*one)
             self.mode.learn(decoded.whole())
 
-    def _code(self, block: int, values: Callable[[int], Any], decoded: Decoded, symbols: Any) -> Any:
-        """Writes the symbols [coefs, columns] of a block; returns what a decoder makes of them."""
+    def _code(self, block: int, values: Callable[[int], Any], decoded: Decoded, symbols: Any, means: Any) -> Any:
+        """Writes the symbols [coefs, columns] of a block, and those of means [coefs, windows] if it is one of values;
+        returns what a decoder makes of them."""
         xp, batch = device.cupy(), self.batch
         out, true = batch.predicted(self.model, block, decoded), values(block)
         residual = xp.empty(symbols.shape, np.float32)
@@ -139,13 +165,34 @@ class _Encoding:
         multiply(true - out, self.forward[block], residual.T, exact=True)
         lost = xp.empty((elementwise.slabs(len(symbols)), batch.columns), np.float32)
         elementwise.quantise(residual, batch.fineness[block], symbols, lost)
-        elementwise.dequantise(symbols, batch.steps[block], residual)
-        multiply(residual.T, self.model.maps[block][1], out, accumulate=True)
+        self.errors.append(lost.sum(dtype=np.float64))
+        coded = xp.empty(symbols.shape, np.float32)
+        elementwise.dequantise(symbols, batch.steps[block], coded)
+        if self.mode.means and block % 2:
+            coded += self._code_means(block, residual - coded, means)[:, batch.window]
+        multiply(coded.T, self.model.maps[block][1], out, accumulate=True)
         sums = xp.empty((2, len(batch.tokens), out.shape[1]), np.float64)
         elementwise.energies(true, out, near.CHUNK, sums)
-        self.errors.append(lost.sum(dtype=np.float64))
         self.energies[block % 2].append(sums.sum(axis=(1, 2)))
         return out
+
+    def _code_means(self, block: int, error: Any, symbols: Any) -> Any:
+        """Writes the symbols [coefs, windows] of the means of an error; returns what a decoder makes of them."""
+        xp, batch = device.cupy(), self.batch
+        mean, weight = batch.means(error, block)
+        unused = xp.empty((elementwise.slabs(len(symbols)), symbols.shape[1]), np.float32)
+        elementwise.quantise(mean, np.float32(1) / batch.mean_steps, symbols, unused)
+        shared = xp.empty(symbols.shape, np.float32)
+        elementwise.dequantise(symbols, batch.mean_steps, shared)
+        wide = shared.astype(np.float64)
+        self.errors[block] -= (weight * (2 * mean - wide) * wide).sum()
+        return shared
+
+    def _add_means(self, layer: int, symbols: Any) -> None:
+        first, middle, last = self.model.starts[2 * layer : 2 * layer + 3]
+        statistics = coder.statistics(symbols, self.batch.mean_first, self.batch.mean_tokens)
+        starts = [0, middle - first, last - first]
+        self.mean_encoder.add(symbols, statistics, self.base[:, first:last], mean_offset(self.batch), starts)
 
     def _add(self, layer: int, symbols: Any, statistics: Any) -> None:
         first, middle, last = self.model.starts[2 * layer : 2 * layer + 3]
@@ -157,13 +204,15 @@ class _Encoding:
         self.base = device.cupy().asarray(self.scale.at_step(self.step)[None])
 
     def sections(self, some: range) -> list[Section]:
-        groups, live = self.encoder.finish()
-        out: list[Section] = []
-        for chunk, group, flags in zip(some, groups, live, strict=True):
-            if self.stored:
-                out.append(Section(SCALES, chunk, self.stored))
-            out.append(Section(CHUNK, chunk, near.join(self.scale, flags.astype(bool), group)))
-        return out
+        out = self._coded(CHUNK, some, self.encoder)
+        if self.stored:
+            out += [Section(SCALES, chunk, self.stored) for chunk in some]
+        return out + (self._coded(MEANS, some, self.mean_encoder) if self.mode.means else [])
+
+    def _coded(self, kind: int, some: range, encoder: coder.Encoder) -> list[Section]:
+        groups, live = encoder.finish()
+        parts = zip(some, groups, live, strict=True)
+        return [Section(kind, chunk, near.join(self.scale, flags.astype(bool), group)) for chunk, group, flags in parts]
 
     def loss(self) -> near.Loss:
         """CacheError if something was too far from what was expected to be coded."""
@@ -176,20 +225,33 @@ class _Encoding:
         return near.Loss(fisher, sums[:, 0], sums[:, 1], self.batch.columns)
 
 
-def _decode_layers(mode: Mode, batch: Batch, decoder: coder.Decoder, base: Any, layers: int, store: _Store) -> Decoded:
-    """Decode `layers` layers and store them; returns the last blocks, all of them for a sequential mode."""
+def _decode_layers(
+    mode: Mode, batch: Batch, decoders: list[coder.Decoder], base: Any, layers: int, store: _Store
+) -> Decoded:
+    """Decode `layers` layers and store them; returns the last blocks, all of them for a sequential mode.
+
+    decoders: of symbols, and of means if these are coded.
+    """
     model, xp = matrices(mode.model()), device.cupy()
-    decoded = Decoded()
+    decoded, mean_contexts = Decoded(), mean_offset(batch)
     for layer in range(layers):
         first, middle, last = model.starts[2 * layer : 2 * layer + 3]
-        symbols = xp.empty((last - first, batch.columns), np.int32)
-        offset = batch.offset[2 * layer : 2 * layer + 2]
-        decoder.next(xp.ascontiguousarray(base[:, first:last]), offset, [0, middle - first, last - first], symbols)
-        for block, part in ((2 * layer, symbols[: middle - first]), (2 * layer + 1, symbols[middle - first :])):
+        residual = xp.empty((last - first, batch.columns), np.float32)
+        base_, starts = xp.ascontiguousarray(base[:, first:last]), [0, middle - first, last - first]
+        parts = ((2 * layer, slice(middle - first)), (2 * layer + 1, slice(middle - first, None)))
+        symbols = xp.empty(residual.shape, np.int32)
+        decoders[0].next(base_, batch.offset[2 * layer : 2 * layer + 2], starts, symbols)
+        for block, part in parts:
+            elementwise.dequantise(symbols[part], batch.steps[block], residual[part])
+        if mode.means:
+            means = xp.empty((last - first, len(batch.mean_steps)), np.int32)
+            decoders[1].next(base_, mean_contexts, starts, means)
+            shared = xp.empty(means.shape, np.float32)
+            elementwise.dequantise(means, batch.mean_steps, shared)
+            residual += shared[:, batch.window]
+        for block, part in parts:
             out = batch.predicted(model, block, decoded)
-            residual = xp.empty(part.shape, np.float32)
-            elementwise.dequantise(part, batch.steps[block], residual)
-            multiply(residual.T, model.maps[block][1], out, accumulate=True)
+            multiply(residual[part].T, model.maps[block][1], out, accumulate=True)
             store(block, out)
             decoded.put(block, out)
         if not mode.sequential:

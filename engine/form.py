@@ -11,7 +11,8 @@ from seqkv.engine.cache import KVCache, Rope
 from seqkv.engine.container import Container, Section
 from seqkv.engine.errors import SeqkvError, StreamError
 
-TOKENS, TOPK_IDS, TOPK_PROBS, POSITIONS, CLASSES, CHUNK, CHANNELS, SCALES, RUNS, DELTA, MEANS = range(1, 12)  # kinds
+TOKENS, TOPK_IDS, TOPK_PROBS, POSITIONS, CLASSES, CHUNK, CHANNELS, SCALES, RUNS, DELTA = range(1, 11)  # kinds
+MEANS, DELTA_MEANS = 11, 12
 TOKEN_IDS, DIGESTS, REPAIR = 40, 41, 42  # of the tokens tier
 SEAL = 16  # bytes before the digests
 NAMES = {
@@ -25,7 +26,8 @@ NAMES = {
     SCALES: "scales",
     RUNS: "runs",
     DELTA: "deltas",
-    MEANS: "mean deltas",
+    MEANS: "means",
+    DELTA_MEANS: "means of deltas",
     TOKEN_IDS: "token ids",
     DIGESTS: "digests",
     REPAIR: "repair",

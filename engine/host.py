@@ -16,7 +16,7 @@ from seqkv.engine.arrays import round_to_bfloat16
 from seqkv.engine.cache import KVCache
 from seqkv.engine.container import Container, Section
 from seqkv.engine.errors import ProbsError, StreamError
-from seqkv.engine.form import CHUNK, DELTA, MEANS, SCALES, Form, chunk_bounds, chunks
+from seqkv.engine.form import CHUNK, DELTA, DELTA_MEANS, MEANS, SCALES, Form, chunk_bounds, chunks
 from seqkv.engine.layout import Turns
 from seqkv.engine.modes import Mode
 from seqkv.engine.probs import TokenProbs
@@ -39,11 +39,11 @@ def encode_chunks(
 ) -> tuple[list[Section], near.Loss]:
     """The sections of all chunks, and what quantisation lost. classes [layers, tokens]: importance; step: an index."""
 
-    def pack(chunk: int, side: near.Side, symbols: NDArray[np.int32]) -> list[Section]:
-        magnitude = np.abs(symbols).sum(axis=0, dtype=np.int64)
-        scale, stored = mode.scale(magnitude, len(symbols), step)
+    def pack(chunk: int, side: near.Side, coded: near.Coded) -> list[Section]:
+        magnitude = np.abs(coded.symbols).sum(axis=0, dtype=np.int64)
+        scale, stored = mode.scale(magnitude, len(coded.symbols), step)
         extra = [Section(SCALES, chunk, stored)] if stored else []
-        return [*extra, Section(CHUNK, chunk, near.encode_symbols(scale, mode.starts, side, symbols))]
+        return extra + own_sections(chunk, mode, scale, side, coded.symbols, coded.means)
 
     sections: list[Section] = []
     loss = near.Loss.none()
@@ -53,28 +53,43 @@ def encode_chunks(
             for chunk in some:
                 start, stop = chunk_bounds(chunk, kv.tokens)
                 side = side_of(mode, probs, classes, step, start, stop)
-                symbols, decoded, lost = near.encode_chunk(mode.model(), side, blocks_of(kv, slice(start, stop)))
-                mode.learn(decoded)
-                loss += lost
-                coded.append((chunk, side, symbols))
+                one = near.encode_chunk(mode.model(), side, blocks_of(kv, slice(start, stop)), mode.means)
+                mode.learn(one.decoded)
+                loss += one.loss
+                coded.append((chunk, side, one))
             for packed in pool.map(pack, *zip(*coded, strict=True)):
                 sections += packed
     return sections, loss
 
 
+def own_sections(
+    chunk: int,
+    mode: Mode,
+    scale: near.Scale,
+    side: near.Side,
+    symbols: NDArray[np.int32],
+    means: NDArray[np.int32],
+) -> list[Section]:
+    """What is stored of tokens that are coded without a reference."""
+    means = means if len(symbols) else means[:0]
+    sections = [Section(CHUNK, chunk, near.encode_symbols(scale, mode.starts, side, symbols))]
+    if mode.means:
+        data = near.encode_symbols(scale, mode.starts, near.mean_side(side, len(means)), means, near.MEAN_SHIFT)
+        sections.append(Section(MEANS, chunk, data))
+    return sections
+
+
 @dataclass(frozen=True)
 class Unpacked:
-    """A chunk's symbols: of its own tokens, and if some are aligned with a reference, of those, and of the means. Each
-    with the coefficients that they are of."""
+    """A chunk's symbols: of its own tokens and their mean, and if some are aligned with a reference, of those and of
+    the mean by which they differ."""
 
     chunk: int
     side: near.Side
-    own: Symbols
-    delta: Symbols | None
-    means: Symbols | None
-
-
-Symbols = tuple[NDArray[np.int32], NDArray[np.intp]]
+    own: near.Symbols
+    means: near.Symbols | None
+    delta: near.Symbols | None
+    delta_means: near.Symbols | None
 
 
 @dataclass(frozen=True)
@@ -96,40 +111,41 @@ class Coding:
         except ProbsError as error:
             raise StreamError(f"altered: {error}") from error
         scale = mode.stored_scale(self.parsed, chunk, side.step)
-        if not self.is_delta(chunk):
-            own = near.decode_symbols(scale, starts, side, self.parsed.section(CHUNK, chunk), layers)
-            return Unpacked(chunk, side, own, None, None)
+
+        def read(kind: int, some: near.Side, shift: int = 0) -> near.Symbols:
+            return near.decode_symbols(scale, starts, some, self.parsed.section(kind, chunk), layers, shift)
+
         held = self._held(chunk)
-        own_side, delta_side, mean_side = delta.part(side, ~held), delta.part(side, held), delta.mean_side(side)
-        own = near.decode_symbols(scale, starts, own_side, self.parsed.section(CHUNK, chunk), layers)
-        there, shift = self.parsed.section(DELTA, chunk), delta.SHIFT
-        deltas = near.decode_symbols(scale, starts, delta_side, there, layers, shift)
-        there, shift = self.parsed.section(MEANS, chunk), delta.MEAN_SHIFT
-        means = near.decode_symbols(scale, starts, mean_side, there, layers, shift)
-        return Unpacked(chunk, side, own, deltas, means)
+        own = delta.part(side, ~held) if held.any() else side
+        count = near.windows(len(held)) if own.gain.size else 0
+        means = read(MEANS, near.mean_side(side, count), near.MEAN_SHIFT) if mode.means else None
+        if not held.any():
+            return Unpacked(chunk, side, read(CHUNK, own), means, None, None)
+        deltas = read(DELTA, delta.part(side, held), delta.SHIFT)
+        of_deltas = read(DELTA_MEANS, near.mean_side(side, 1), near.MEAN_SHIFT)
+        return Unpacked(chunk, side, read(CHUNK, own), means, deltas, of_deltas)
 
     def decode(self, unpacked: Unpacked, layers: int) -> NDArray[np.float32]:
         """Decoded blocks of the first layers, side by side: [tokens, coefs]."""
         model = self.mode.model()
-        if unpacked.delta is None or unpacked.means is None:
-            return near.decode_chunk(model, unpacked.side, *unpacked.own, layers)
-        assert self.aligned is not None
+        if unpacked.delta is None:
+            return near.decode_chunk(model, unpacked.side, unpacked.own, unpacked.means, layers)
+        assert self.aligned is not None and unpacked.means is not None and unpacked.delta_means is not None
         held, index = self._held(unpacked.chunk), self.aligned.index[slice(*self._bounds(unpacked.chunk))]
         width = int(self.mode.starts[2 * layers])
-        symbols, means = np.zeros((len(held), width), np.int32), np.zeros((1, width), np.int32)
+        counts = (len(held), near.windows(len(held)), 1)
+        symbols, means, delta_means = (np.zeros((count, width), np.int32) for count in counts)
         for rows, (some, live) in ((~held, unpacked.own), (held, unpacked.delta)):
             symbols[np.ix_(rows, live)] = some
-        means[:, unpacked.means[1]] = unpacked.means[0]
+        for row, (some, live) in ((means, unpacked.means), (delta_means, unpacked.delta_means)):
+            row[: len(some), live] = some
         reference = self.aligned.reference.rows(index[held])
-        return delta.decode_chunk(model, unpacked.side, symbols, means, held, reference, layers)
-
-    def is_delta(self, chunk: int) -> bool:
-        return self.aligned is not None and self.aligned.any(slice(*self._bounds(chunk)))
+        return delta.decode_chunk(model, unpacked.side, symbols, (means, delta_means), held, reference, layers)
 
     def _held(self, chunk: int) -> NDArray[np.bool_]:
         """Which tokens of a chunk are aligned."""
-        assert self.aligned is not None
-        return self.aligned.held(slice(*self._bounds(chunk)))
+        start, stop = self._bounds(chunk)
+        return np.zeros(stop - start, bool) if self.aligned is None else self.aligned.held(slice(start, stop))
 
     def _bounds(self, chunk: int) -> tuple[int, int]:
         return chunk_bounds(chunk, self.form.tokens)

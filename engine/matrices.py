@@ -127,10 +127,31 @@ class Batch:
         value = xp.asarray(quantiser.gain_value(np.arange(-128, 128)))
         self.steps = xp.asarray(step) / value[gain.astype(np.intp) + 128]
         self.fineness = np.float32(1) / self.steps
+        # windows of means: all of near.WINDOW columns, as chunks are, but the last
+        self.mean_tokens = np.array([near.windows(int(count)) for count in self.tokens], np.int32)
+        self.mean_first = np.cumsum(self.mean_tokens, dtype=np.int64) - self.mean_tokens
+        self.window = xp.arange(self.columns) // near.WINDOW
+        pairs = zip(steps, self.mean_tokens, strict=True)
+        self.mean_steps = xp.asarray(np.concatenate([near.mean_steps(step, int(count)) for step, count in pairs]))
 
     @property
     def columns(self) -> int:
         return self.stop - self.start
+
+    def means(self, error: Any, block: int) -> Any:
+        """Means over windows [coefs, windows] float32 of an error [coefs, columns]; as near.code_means has them. And
+        the weights that they were taken with, [windows]."""
+        weight = self.fineness[block].astype(np.float64) ** 2
+        total = self._over_windows(weight[None])[0]
+        return (self._over_windows(error * weight) / total).astype(np.float32), total
+
+    def _over_windows(self, x: Any) -> Any:
+        """Sums over windows: [rows, columns] -> [rows, windows]."""
+        xp, whole = device.cupy(), self.columns // near.WINDOW
+        parts = x[:, : whole * near.WINDOW].reshape(len(x), whole, near.WINDOW).sum(axis=2)
+        if self.columns % near.WINDOW == 0:
+            return parts
+        return xp.concatenate([parts, x[:, whole * near.WINDOW :].sum(axis=1, keepdims=True)], axis=1)
 
     def predicted(self, model: Matrices, block: int, decoded: Decoded) -> Any:
         """What `block` is expected to hold, [tokens, channels]. decoded: blocks before it, those it is predicted from

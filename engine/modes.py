@@ -24,6 +24,7 @@ class Calibrated:
     """Coding with a profile: the same model for every chunk."""
 
     sequential = False
+    means = True  # of what quantisation leaves out are coded too: see near
 
     def __init__(self, profile: Profile) -> None:
         self.profile, self.places = profile, near.Scale(profile.scale)
@@ -59,6 +60,7 @@ class Free:
     """Coding without a profile (engine.free): each chunk's model is fitted to the chunks before."""
 
     sequential = True
+    means = False  # symbols are 0 for few coefficients only
     predictor, fingerprint = "layers", None
     curve = free.CURVE
     table = np.zeros((0, 0), np.float16)

@@ -16,7 +16,7 @@ from seqkv.engine import container, host, importance, near, quantiser
 from seqkv.engine.align import Aligner
 from seqkv.engine.container import Buffer, Container, Section
 from seqkv.engine.errors import ProfileError, StreamError
-from seqkv.engine.form import CHUNK, CLASSES, DELTA, MAX_DEPTH, RUNS, TOKENS, Form, chunk_bounds, chunks
+from seqkv.engine.form import CHUNK, CLASSES, DELTA, MAX_DEPTH, MEANS, RUNS, TOKENS, Form, chunk_bounds, chunks
 from seqkv.engine.known import Known
 from seqkv.engine.modes import stored_mode
 from seqkv.engine.probs import TokenProbs
@@ -121,7 +121,7 @@ class Reference:
 
     def chunk_sections(self, chunk: int) -> list[Section]:
         """A chunk as others may copy it, if `shared_chunks` says so."""
-        return [Section(kind, chunk, self.parsed.section(kind, chunk)) for kind in (TOKENS, CLASSES, CHUNK)]
+        return [Section(kind, chunk, self.parsed.section(kind, chunk)) for kind in (TOKENS, CLASSES, CHUNK, MEANS)]
 
     def shared_chunks(self, token_ids: NDArray[np.int64], step: int) -> int:
         """How many leading chunks could be copied for a session with these tokens: the same tokens, no coarser step,

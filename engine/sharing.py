@@ -13,8 +13,8 @@ from seqkv.engine import delta, importance, near, quantiser
 from seqkv.engine.cache import KVCache
 from seqkv.engine.container import Section
 from seqkv.engine.errors import CacheError
-from seqkv.engine.form import CHUNK, DELTA, MEANS, chunk_bounds, chunks
-from seqkv.engine.host import blocks_of, side_of
+from seqkv.engine.form import DELTA, DELTA_MEANS, chunk_bounds, chunks
+from seqkv.engine.host import blocks_of, own_sections, side_of
 from seqkv.engine.known import Known
 from seqkv.engine.modes import Calibrated
 from seqkv.engine.probs import TokenProbs
@@ -162,28 +162,28 @@ class Shared:
         return side_of(self.mode, self.probs, self.known.classes, self.step, start, stop)
 
     def _alone(self, chunk: int, values: Blocks) -> tuple[list[Section], near.Loss, NDArray[np.float32]]:
-        side, starts = self._side(chunk), self.mode.starts
-        symbols, decoded, lost = near.encode_chunk(self.mode.model(), side, values)
-        return [Section(CHUNK, chunk, near.encode_symbols(self.mode.places, starts, side, symbols))], lost, decoded
+        side, mode = self._side(chunk), self.mode
+        coded = near.encode_chunk(mode.model(), side, values, mode.means)
+        sections = own_sections(chunk, mode, mode.places, side, coded.symbols, coded.means)
+        return sections, coded.loss, coded.decoded
 
     def _delta(
         self, chunk: int, values: Blocks, held: NDArray[np.bool_], reference: NDArray[np.float32], price: float
     ) -> tuple[list[Section], near.Loss] | None:
         """With the tokens `held` as reference [held tokens, coefs] has them; None if that is too far for symbols."""
-        side, starts, scale = self._side(chunk), self.mode.starts, self.mode.places
+        side, mode = self._side(chunk), self.mode
         try:
-            coded = delta.encode_chunk(self.mode.model(), side, scale, values, held, reference, price)
+            coded, means = delta.encode_chunk(mode.model(), side, mode.places, values, held, reference, price)
         except CacheError:
             return None
-        groups = (
-            (CHUNK, delta.part(side, ~held), coded.symbols[~held], 0),
+        own = delta.part(side, ~held)
+        sections = own_sections(chunk, mode, mode.places, own, coded.symbols[~held], coded.means)
+        for kind, some, symbols, shift in (
             (DELTA, delta.part(side, held), coded.symbols[held], delta.SHIFT),
-            (MEANS, delta.mean_side(side), coded.means, delta.MEAN_SHIFT),
-        )
-        sections = [
-            Section(kind, chunk, near.encode_symbols(scale, starts, some, symbols, shift))
-            for kind, some, symbols, shift in groups
-        ]
+            (DELTA_MEANS, near.mean_side(side, 1), means, near.MEAN_SHIFT),
+        ):
+            data = near.encode_symbols(mode.places, mode.starts, some, symbols, shift)
+            sections.append(Section(kind, chunk, data))
         return sections, coded.loss
 
 

@@ -81,9 +81,10 @@ def origin(stream: Buffer, reference: Buffer | None, alone: Buffer) -> Origin:
     for chunk in range(form.chunks(about.tokens)):
         start, stop = form.chunk_bounds(chunk, about.tokens)
         if (form.DELTA, chunk) in parsed.sections:
-            spent += parsed.length(form.DELTA, chunk) + parsed.length(form.MEANS, chunk)
+            spent += parsed.length(form.DELTA, chunk) + parsed.length(form.DELTA_MEANS, chunk)
             # what the chunk's other tokens cost, they cost alone too
-            replaced += without.length(form.CHUNK, chunk) - parsed.length(form.CHUNK, chunk)
+            own = (form.CHUNK, form.MEANS)
+            replaced += sum(without.length(kind, chunk) - parsed.length(kind, chunk) for kind in own)
         elif copied == start and reference is not None and _copied(parsed, Container.parse(reference), chunk):
             copied = stop
     return Origin(copied, aligned, about.tokens - copied - aligned, spent / replaced if replaced > 0 else None)
@@ -93,7 +94,7 @@ def _copied(parsed: Container, reference: Container, chunk: int) -> bool:
     """Whether a chunk is the reference's, byte for byte."""
     if (form.CHUNK, chunk) not in reference.sections:
         return False
-    kinds = (form.TOKENS, form.CLASSES, form.CHUNK)
+    kinds = (form.TOKENS, form.CLASSES, form.CHUNK, form.MEANS)
     return all(parsed.section(kind, chunk) == reference.section(kind, chunk) for kind in kinds)
 
 

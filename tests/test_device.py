@@ -17,10 +17,9 @@ pytest.importorskip("numba.cuda.dispatcher")
 from seqkv import engine
 from seqkv.cuda_kernels import device
 from seqkv.cuda_kernels.errors import DeviceError
-from seqkv.engine import CacheError, KVCache, Profile, ProfileError, Rope, StreamError, container, near
+from seqkv.engine import CacheError, KVCache, Profile, ProfileError, Rope, StreamError, container, form, near
 from seqkv.engine.arrays import from_bfloat16_bits
 from seqkv.engine.container import Container
-from seqkv.engine.form import CHUNK
 from tests.emulator import device_array
 from tests.emulator.device import emulated_device
 
@@ -111,7 +110,7 @@ def symbols_of(stream: bytes, profile: Profile, s: Any) -> Any:
         start, stop = 256 * chunk, min(256 * chunk + 256, s.kv.tokens)
         side = host.side_of(Calibrated(profile), s.probs, classes, quantiser.step_index(STEP), start, stop)
         part, live = near.decode_symbols(
-            near.Scale(profile.scale), profile.starts, side, parsed.section(CHUNK, chunk), 3
+            near.Scale(profile.scale), profile.starts, side, parsed.section(form.CHUNK, chunk), 3
         )
         out[start:stop, live] = part
     return out
@@ -135,7 +134,9 @@ def test_steps_may_differ_from_chunk_to_chunk(profile: Profile, sample: Callable
     )
     parsed, other = Container.parse(fine), Container.parse(coarse)
     steps = [other.header["steps"][0], parsed.header["steps"][1]]
-    both = rewritten(fine, {"steps": steps}, CHUNK=bytes(other.section(CHUNK, 0)))
+    both = rewritten(
+        fine, {"steps": steps}, **{name: bytes(other.section(getattr(form, name), 0)) for name in ("CHUNK", "MEANS")}
+    )
     close(engine.decode(both, profile=profile, backend="cuda"), engine.decode(both, profile=profile), TF32)
 
 
@@ -307,7 +308,7 @@ def test_damage_is_refused(profile: Profile, sample: Callable[..., Any]) -> None
 
     s = sample(40)
     stream = engine.encode(s.kv, s.probs, profile=profile, step=STEP, importance=s.importance)
-    chunk = bytes(Container.parse(stream).section(CHUNK, 0))
+    chunk = bytes(Container.parse(stream).section(form.CHUNK, 0))
     rng = np.random.default_rng(0)
     refused = 0  # some damage leads to a cache, and no checksum is there to tell: then to the same on both
     for _ in range(40):
@@ -335,7 +336,7 @@ def test_sections_that_cannot_be_are_refused(profile: Profile, sample: Callable[
 
     s = sample(40)
     stream = engine.encode(s.kv, s.probs, profile=profile, step=STEP, importance=s.importance)
-    chunk = bytes(Container.parse(stream).section(CHUNK, 0))
+    chunk = bytes(Container.parse(stream).section(form.CHUNK, 0))
     unknown = container.pack(np.full(40, len(profile.table), np.uint32))
     for bad in (rewritten(stream, CHUNK=chunk + bytes(2)), rewritten(stream, TOKENS=unknown)):
         for backend in ("cpu", "cuda"):

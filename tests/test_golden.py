@@ -62,7 +62,8 @@ def test_the_cache_encodes_to_the_same_content(stored: dict[str, Any], golden_pr
     for kind, dtype in ((form.TOKENS, np.uint32), (form.POSITIONS, np.int64)):
         one, other = (unpack(stream.section(kind), dtype, shape=(24,)) for stream in (ours, theirs))
         np.testing.assert_array_equal(one, other)
-    assert symbols_of(ours.section(form.CHUNK)) == symbols_of(theirs.section(form.CHUNK))
+    for kind in (form.CHUNK, form.MEANS):
+        assert symbols_of(ours.section(kind)) == symbols_of(theirs.section(kind))
 
 
 def symbols_of(chunk: memoryview) -> tuple[bytes, bytes]:
