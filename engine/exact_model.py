@@ -1,6 +1,6 @@
 """What blocks are predicted with so that every machine computes the same: integers.
 
-Features are integers of at most 1,023, weights integers of 16 bits whose products with them add up to 32 bits. Everything
+Features are integers of at most 1,023, weights integers of 16 bits, and their products add up to 32 bits. Everything
 else is products by powers of two, and sums in an order that is written down.
 """
 

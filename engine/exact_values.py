@@ -112,7 +112,7 @@ def features(
     out: NDArray[np.int16],
     start: int,
 ) -> None:
-    """Numbers less their mean, in steps that 1,023 of are enough: integers, in the channels of `out` from `start` on."""
+    """Numbers less their mean, in steps that 1,023 of are enough, in the channels of `out` from `start` on."""
     for t in range(numbers.shape[0]):
         row = out[t, start : start + numbers.shape[1]]
         for c in range(numbers.shape[1]):
