@@ -333,3 +333,41 @@ def test_damaged_sessions_and_those_of_other_models_are_refused(llama: Any, prof
     path.write_bytes(data[:-9])
     with pytest.raises(StreamError):
         load(path, llama)
+
+
+@pytest.fixture(scope="module")
+def layers_profile(model: Any) -> Any:
+    """Of caches that have the shape of the small Llama's; what it predicts is of no use, and does no harm."""
+    like = type(model)(layers=3, heads=2, key=8, value=8)
+    texts = {f"kind {k}": [like.text(10 * k + seed, 120) for seed in range(4)] for k in range(4)}
+    return engine.calibrate(like, texts, predictor="layers")
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["decoded again", "kept"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_profile_decodes_layer_by_layer(layers_profile: Any, dtype: Any, keep: bool) -> None:
+    model = make("full attention", dtype)
+    name = hf.cache_kwarg(model)
+    ids = torch.cat([IDS, IDS.flip(1)])
+    mask = torch.ones_like(ids)
+    mask[1, :70] = 0
+    plain, cache = DynamicCache(), cache_of(model, tier="near", profile=layers_profile, kl=1e-7, keep_decoded=keep)
+    for one in (plain, cache):
+        model(ids, attention_mask=mask, **{name: one})
+    assert cache.past.stop == 128
+    decoded = engine.decode(cache.past.pieces[0].streams[1], profile=layers_profile)
+    assert decoded.positions.tolist() == list(range(58))
+    longer = torch.cat([mask, mask[:, -3:]], 1)
+    expected, logits = (model(ids[:, :3], attention_mask=longer, **{name: one}).logits for one in (plain, cache))
+    assert 0 < (logits - expected).abs().max() < (0.02 if dtype == torch.float32 else 0.1) * expected.float().std()
+    if keep:
+        keys = cache.layers[2].before[0][1, :, 70:128].float()
+        torch.testing.assert_close(keys, torch.from_numpy(decoded.keys[2]), atol=1e-2, rtol=1e-2)
+
+
+def test_layers_are_read_in_order(layers_profile: Any, llama: Any) -> None:
+    cache = cache_of(llama, tier="near", profile=layers_profile)
+    llama(IDS, **{hf.cache_kwarg(llama): cache})
+    states = torch.zeros(1, 2, 1, 8)
+    with pytest.raises(CacheError, match="out of order"):
+        cache.update(states, states, 1)
