@@ -33,30 +33,32 @@ class _Compressed:
         """Keys and values of all tokens, [batch, kv_heads, tokens, width], the past decoded."""
         if self.past.stop == 0:
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
-        out = []
-        for recent, new in ((self.keys, key_states), (self.values, value_states)):
-            batch, heads, columns, width = new.shape
-            columns += self.past.stop + recent.shape[2]
-            out.append(torch.zeros((batch, heads, columns, width), dtype=new.dtype))
-        kept = self._kept
-        for side, array in enumerate(out):
-            if self.before is not None:
-                array[:, :, :kept] = self.before[side]
-        if kept < self.past.stop:
-            self.past.read(self.index, kept, out[0][:, :, kept:], out[1][:, :, kept:])
-            if self.keep:
-                self.before = out[0][:, :, : self.past.stop].clone(), out[1][:, :, : self.past.stop].clone()
-        self.most_decoded = max(self.most_decoded, self.past.reading_nbytes + sum(x.nbytes for x in out))
-        keys, values = (x.to(key_states.device) for x in out)
         self.keys = torch.cat([self.keys, key_states], dim=2)
         self.values = torch.cat([self.values, value_states], dim=2)
-        keys[:, :, self.past.stop :], values[:, :, self.past.stop :] = self.keys, self.values
+        before = self._decoded()
+        if self.keep:
+            self.before = before
+        keys, values = (
+            torch.cat([old.to(new.device), new], dim=2)
+            for old, new in zip(before, (self.keys, self.values), strict=True)
+        )
+        beside = self.past.reading_nbytes + keys.nbytes + values.nbytes
+        self.most_decoded = max(self.most_decoded, beside + (0 if self.keep else sum(x.nbytes for x in before)))
         return keys, values
 
-    @property
-    def _kept(self) -> int:
-        """Columns that are held decoded."""
-        return 0 if self.before is None else self.before[0].shape[2]
+    def _decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the past, on the CPU; hidden columns are 0."""
+        kept, stop = 0 if self.before is None else self.before[0].shape[2], self.past.stop
+        if self.before is not None and kept == stop:
+            return self.before
+        keys, values = (
+            torch.zeros((x.shape[0], x.shape[1], stop - kept, x.shape[3]), dtype=x.dtype)
+            for x in (self.keys, self.values)
+        )
+        self.past.read(self.index, kept, keys, values)
+        if self.before is None:
+            return keys, values
+        return torch.cat([self.before[0], keys], dim=2), torch.cat([self.before[1], values], dim=2)
 
     @property
     def recent(self) -> int:
@@ -72,13 +74,14 @@ class _Compressed:
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove columns. CacheError if they are not all held as they are."""
-        remove = -tokens_to_remove
-        if not 0 <= remove <= self.recent:
+        left = self.recent + tokens_to_remove
+        if not 0 <= left <= self.recent:
             raise CacheError(
-                f"{remove} tokens cannot be cropped: {self.recent} are held as they were, those before are coded; "
-                "give a larger window"
+                f"{-tokens_to_remove} tokens cannot be cropped: {self.recent} are held as they were, those before are "
+                "coded; give a larger window"
             )
-        super().crop(tokens_to_remove)  # type: ignore[misc]
+        if tokens_to_remove:
+            self.keys, self.values = self.keys[:, :, :left].clone(), self.values[:, :, :left].clone()
 
     def reset(self) -> None:
         self.before = None
@@ -113,12 +116,16 @@ class CompressedLayer(_Compressed, DynamicLayer):
     """In place of a DynamicLayer."""
 
 
-_KINDS: dict[type, type] = {DynamicLayer: CompressedLayer}
+_KINDS: dict[type, Any] = {DynamicLayer: CompressedLayer}
 
 if hasattr(cache_utils, "LinearAttentionAndFullAttentionLayer"):
 
-    class CompressedHybridLayer(_Compressed, cache_utils.LinearAttentionAndFullAttentionLayer):
+    class CompressedHybridLayer(_Compressed, cache_utils.LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
         """In place of a layer that has both a linear-attention state, held as it is, and full attention."""
+
+        def crop(self, tokens_to_remove: int) -> None:
+            cache_utils.LinearAttentionLayer.crop(self, tokens_to_remove)
+            _Compressed.crop(self, tokens_to_remove)
 
     _KINDS[cache_utils.LinearAttentionAndFullAttentionLayer] = CompressedHybridLayer
 
@@ -128,18 +135,19 @@ def make(config: Any) -> tuple[list[Any], dict[int, Any]]:
 
     config: of the text decoder. CacheError if this release of transformers has no cache for a kind of layer.
     """
-    layers = DynamicCache(config=config).layers
+    layers: list[Any] = DynamicCache(config=config).layers
     if not layers:  # older releases make them as they come, where all are alike
         layers = [DynamicLayer() for _ in range(config.num_hidden_layers)]
     kinds = getattr(config, "layer_types", None) or []
     plain = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
-    for place, (layer, kind) in enumerate(zip(layers, kinds, strict=False)):
-        if type(layer) is DynamicLayer and kind not in plain:
-            raise CacheError(f"layer {place} is of kind {kind!r}, for which this release of transformers has no cache")
+    for place, (layer, name) in enumerate(zip(layers, kinds, strict=False)):
+        if type(layer) is DynamicLayer and name not in plain:
+            raise CacheError(f"layer {place} is of kind {name!r}, for which this release of transformers has no cache")
     coded = {}
     for place, layer in enumerate(layers):
         if type(layer) in _KINDS:
-            layers[place] = coded[place] = _KINDS[type(layer)].__new__(_KINDS[type(layer)])
+            kind = _KINDS[type(layer)]
+            layers[place] = coded[place] = kind.__new__(kind)
             vars(coded[place]).update(vars(layer))  # which differ between releases
     return layers, coded
 

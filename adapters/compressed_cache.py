@@ -119,20 +119,23 @@ class CompressedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove tokens; a positive number is the length that is to be left.
 
-        CacheError if some of these are coded already: `window` tokens can always be removed, but from a model with
-        layers that cannot go back.
+        CacheError if some of these are coded already (`window` tokens never are), or the model has layers that cannot
+        go back.
         """
-        length = self._length()
+        length, recent = self._length(), next(iter(self.coded.values())).recent
         remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove)
-        for layer in self.coded.values():
-            layer.crop(-remove)
-        for place, layer in enumerate(self.layers):
-            if place not in self.coded and (remove or getattr(layer, "record_past", False)):
-                layer.crop(-remove)
+        others: list[Any] = [layer for place, layer in enumerate(self.layers) if place not in self.coded]
+        # a coded layer refuses to remove more than is recent, before anything has changed
+        for layer in [*self.coded.values()] if remove > recent else [*others, *self.coded.values()]:
+            if remove or getattr(layer, "record_past", False):
+                try:
+                    layer.crop(-remove)
+                except (RuntimeError, ValueError) as error:
+                    raise CacheError(f"a {type(layer).__name__} cannot be cropped: {error}") from error
         if remove and self._ids is not None and self.past.hidden is not None:
             self._ids, self.past.hidden = self._ids[:, :-remove], self.past.hidden[:, :-remove]
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         """Take these sequences, in this order, as beam search asks for."""
         super().reorder_cache(beam_idx)
         self._select(beam_idx)

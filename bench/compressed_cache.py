@@ -1,14 +1,15 @@
-"""A model that generates with `CompressedCache` beside a `DynamicCache`: what is held, how fast, and which tokens.
+"""A model that generates with `CompressedCache`: what is held, how fast it is, and which tokens come out.
 
     python bench/compressed_cache.py smollm2 PROFILE TEXT [--new 1000] [--out bench/results/compressed_cache.json]
     python bench/compressed_cache.py path/to/model.gguf none TEXT ...
 
-MODEL: as the commands of seqkv take it. PROFILE: a file, or "none". From the first --prompt tokens of TEXT, --new
-tokens are generated greedily with a DynamicCache. The same tokens then go through a CompressedCache one at a time
-(teacher forcing). At each step: is the most probable token the same, and the KL divergence of the prediction, in nats.
+MODEL: as the commands of seqkv take it. PROFILE: a file, or "none". From the first --prompt tokens of TEXT, --new are
+generated greedily. The model without any compression then goes over all of them at once (teacher forcing). At each
+place that was generated: is the most probable token the same, and the KL divergence of the prediction, in nats.
 
 What is decoded is kept from step to step, but for every --every steps: there it is dropped, as a cache with
-keep_decoded=False does at every step, which gives the bytes and the time of that ("again"; the others are "kept").
+keep_decoded=False does at every step, which gives the bytes and the time of that ("again"; the others are "kept"). At
+the same places steps are timed with a DynamicCache of the same length.
 share_beyond_window: what coded layers hold without their last `window` tokens, of what a DynamicCache holds of the
 tokens before these; in the end, and the most since there were four windows of tokens. Processor seconds, over all
 threads, are what is left of seconds on a machine that does other work too.
@@ -49,83 +50,103 @@ def main() -> None:
     source = models.load(options.model)
     model, profile = source.model, None if options.profile == "none" else engine.Profile.load(options.profile)
     ids = torch.as_tensor(models.read_ids(source, options.text)[: options.prompt])[None]
-    result: dict[str, Any] = {"model": options.model, "text": options.text.stem, "prompt": options.prompt}
+    result: dict[str, Any] = {"model": Path(options.model).stem, "text": options.text.stem, "prompt": options.prompt}
     result |= {"new": options.new, "kl": options.kl, "window": options.window, "profile": profile is not None}
     with torch.inference_mode():
-        sequence, logits, plain = original(model, ids, options.new)
         cache = hf.CompressedCache(model, profile=profile, kl=options.kl, window=options.window, keep_decoded=True)
-        result |= forced(model, cache, sequence, options.prompt, logits, plain, options.every)
+        run = Run(model, cache, ids, options.new, options.every)
+        result |= run.held() | run.compared() | run.slowdown()
     print(json.dumps(result, indent=1))
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def timed(call: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
-    """What a call gives, and its seconds by the wall and of the processor."""
+Seconds = tuple[float, float]  # by the wall, and of the processor
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, Seconds]:
     seconds, processor = time.perf_counter(), time.process_time()
     out = call()
     return out, (time.perf_counter() - seconds, time.process_time() - processor)
 
 
-def original(model: Any, ids: torch.Tensor, new: int) -> tuple[torch.Tensor, list[torch.Tensor], list[Any]]:
-    """Greedy tokens after `ids`, the logits that chose them, and the seconds of each step."""
-    name, seconds, logits, sequence = hf.cache_kwarg(model), [], [], ids
-    cache = DynamicCache(config=model.config)
-    for _ in range(new):
-        recent = sequence[:, cache.get_seq_length() :]
-        out, took = timed(lambda recent=recent: model(recent, use_cache=True, **{name: cache}))
-        seconds.append(took)
-        logits.append(out.logits[0, -1].clone())
-        sequence = torch.cat([sequence, logits[-1].argmax().view(1, 1)], dim=1)
-    return sequence, logits, seconds
+class Run:
+    """Greedy generation, step by step."""
 
+    def __init__(self, model: Any, cache: hf.CompressedCache, ids: torch.Tensor, new: int, every: int) -> None:
+        self.model, self.cache, self.prompt, self.every = model, cache, ids.shape[1], every
+        self.name, self.sequence = hf.cache_kwarg(model), ids
+        self.logits: list[torch.Tensor] = []
+        self.shares: list[float] = []  # where nothing is kept decoded
+        self.seconds: dict[str, dict[int, Seconds]] = {"kept": {}, "again": {}}  # of steps, by tokens before
+        for step in range(new):
+            seen = cache.get_seq_length()
+            again = step % every == every - 1
+            if again:
+                cache.rest()
+                self.shares.append(share(cache, seen))
+            recent = self.sequence[:, seen:]
+            out, took = timed(lambda recent=recent: model(recent, use_cache=True, **{self.name: cache}))
+            if step > 0:  # not the prompt
+                self.seconds["again" if again else "kept"][seen] = took
+            self.logits.append(out.logits[0, -1].clone())
+            self.sequence = torch.cat([self.sequence, self.logits[-1].argmax().view(1, 1)], dim=1)
 
-def forced(
-    model: Any,
-    cache: hf.CompressedCache,
-    sequence: torch.Tensor,
-    prompt: int,
-    logits: list[torch.Tensor],
-    plain: list[Any],
-    every: int,
-) -> dict[str, Any]:
-    """The same tokens through `cache`."""
-    name, same, divergence, seen = hf.cache_kwarg(model), [], [], 0
-    seconds: dict[str, list[Any]] = {"again": [], "kept": []}
-    shares: dict[str, list[float]] = {"again": [], "kept": []}
-    for step, true in enumerate(logits):
-        way = "again" if step % every == every - 1 else "kept"
-        if way == "again":
-            cache.rest()
-            shares[way].append(share(cache, seen))
-        ids = sequence[:, seen : max(prompt, seen + 1)]
-        out, took = timed(lambda ids=ids: model(ids, use_cache=True, **{name: cache}))
-        seconds[way].append([took, plain[step]])
-        seen += ids.shape[1]
-        mine, expected = (torch.log_softmax(x.float(), -1) for x in (out.logits[0, -1], true))
-        same.append(bool(mine.argmax() == expected.argmax()))
-        divergence.append(float((expected.exp() * (expected - mine)).sum()))
-    shares["kept"].append(share(cache, seen))
-    decoded = cache.nbytes
-    cache.rest()
-    shares["again"].append(share(cache, seen))
-    late = slice(4 * cache.window // every, None)
-    coded = slice(max(0, cache.window + cache.chunk - prompt), None)  # steps at which some tokens are coded
-    result: dict[str, Any] = {"tokens": seen, "bytes_of_streams": cache.past.nbytes}
-    for way, held in (("again", cache.nbytes), ("kept", decoded)):
-        mine, own = (torch.tensor([pair[i] for pair in seconds[way]]).sum(0) for i in (0, 1))
-        result[way] = {
-            "bytes": held,
-            "share_beyond_window": round(shares[way][-1], 4),
-            "slowdown": round(float(mine[0] / own[0]), 2),
-            "slowdown_of_processor": round(float(mine[1] / own[1]), 2),
-            "seconds_a_step": round(float(mine[0]) / len(seconds[way]), 4),
+    def held(self) -> dict[str, Any]:
+        """Bytes in the end."""
+        cache, seen = self.cache, self.cache.get_seq_length()
+        kept, of_kept = cache.nbytes, share(cache, seen)
+        cache.rest()
+        late = self.shares[4 * cache.window // self.every :]
+        again = {"bytes": cache.nbytes, "share_beyond_window": round(share(cache, seen), 4)}
+        if late:
+            again["most_share_beyond_window"] = round(max(late), 4)
+        return {
+            "tokens": seen,
+            "coded": cache.past.stop,
+            "bytes_of_streams": cache.past.nbytes,
+            "most_decoded_bytes": cache.most_decoded_nbytes,
+            "again": again,
+            "kept": {"bytes": kept, "share_beyond_window": round(of_kept, 4)},
         }
-    result["again"]["most_share_beyond_window"] = round(max(shares["again"][late]), 4)
-    result |= {"most_decoded_bytes": cache.most_decoded_nbytes, "same": round(sum(same) / len(same), 4)}
-    result["same_where_tokens_are_coded"] = round(sum(same[coded]) / len(same[coded]), 4)
-    result["kl_where_tokens_are_coded"] = round(sum(divergence[coded]) / len(divergence[coded]), 5)
-    return result
+
+    def compared(self) -> dict[str, Any]:
+        """With the predictions of the uncompressed model for the same tokens."""
+        out = self.model(self.sequence[:, :-1], use_cache=True, **{self.name: DynamicCache(config=self.model.config)})
+        same, divergence = [], []
+        for mine, true in zip(self.logits, out.logits[0, self.prompt - 1 :], strict=True):
+            log_mine, log_true = (torch.log_softmax(x.float(), -1) for x in (mine, true))
+            same.append(bool(log_mine.argmax() == log_true.argmax()))
+            divergence.append(float((log_true.exp() * (log_true - log_mine)).sum()))
+        # steps at which some tokens are coded
+        coded = slice(max(0, self.cache.window + self.cache.chunk - self.prompt), None)
+        return {
+            "same": round(sum(same) / len(same), 4),
+            "same_where_tokens_are_coded": round(sum(same[coded]) / len(same[coded]), 4),
+            "kl_where_tokens_are_coded": round(sum(divergence[coded]) / len(divergence[coded]), 5),
+        }
+
+    def slowdown(self) -> dict[str, Any]:
+        """Against steps with a DynamicCache that is as long."""
+        plain, places = DynamicCache(config=self.model.config), self.seconds["again"]
+        token = self.sequence[:, :1]
+        steps: list[list[Seconds]] = []
+        for seen, again in places.items():
+            have = plain.get_seq_length()
+            self.model(self.sequence[:, have : seen - 1], use_cache=True, logits_to_keep=1, **{self.name: plain})
+            _, own = timed(lambda: self.model(token, use_cache=True, **{self.name: plain}))
+            near_by = [self.seconds["kept"][seen + by] for by in (-2, -1, 1) if seen + by in self.seconds["kept"]]
+            kept = (sum(s for s, _ in near_by) / len(near_by), sum(p for _, p in near_by) / len(near_by))
+            steps.append([own, kept, again])
+        wall, processor = (torch.tensor([[way[i] for way in step] for step in steps]).mean(0) for i in (0, 1))
+        names = ("dynamic", "kept", "again")
+        result: dict[str, Any] = {"steps_timed": len(steps)}
+        for what, found in (("seconds", wall), ("processor_seconds", processor)):
+            result[f"{what}_a_step"] = {name: round(float(x), 4) for name, x in zip(names, found, strict=True)}
+            result[f"slowdown_in_{what}"] = {
+                name: round(float(x / found[0]), 2) for name, x in zip(names[1:], found[1:], strict=True)
+            }
+        return result
 
 
 def share(cache: hf.CompressedCache, seen: int) -> float:
