@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from seqkv.adapters.torch_tensors import on_current_stream, to_tensors  # noqa: 
 from seqkv.cuda_kernels import device as cuda  # noqa: E402
 from seqkv.engine import CacheError, DeviceError, KVCache, ProbsError, Rope, TokenProbs  # noqa: E402
 
+PAGE = Path(__file__).parents[1] / "docs" / "pytorch.md"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPE = (2, 3, 40, 8)
 
@@ -185,6 +188,18 @@ def test_logits_that_are_refused(logits: Any) -> None:
 def test_ids_that_are_refused(ids: Any) -> None:
     with pytest.raises(ProbsError):
         TokenProbs.from_tokens(ids())
+
+
+def test_the_example_of_the_page_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, str(PAGE), "exec"), names)
+    keys, decoded, into = names["keys"], torch.stack(names["decoded_keys"]), names["into"]
+    assert decoded.shape == keys.shape and decoded.dtype == torch.bfloat16
+    error = (decoded.float() - keys.float()).square().mean() / keys.float().square().mean()
+    assert 0 < error < 0.05
+    assert len(names["stream"]) < keys.nbytes / 2
+    torch.testing.assert_close(into[:, :, 0].transpose(1, 2).float(), decoded.float(), atol=0.2, rtol=0.02)
 
 
 def test_arrays_of_a_device_without_cupy_name_what_is_missing(monkeypatch: Any) -> None:
