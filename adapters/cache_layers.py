@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import cache_utils
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from seqkv.adapters.past import Past
 from seqkv.engine import CacheError
@@ -130,11 +131,16 @@ if hasattr(cache_utils, "LinearAttentionAndFullAttentionLayer"):
     _KINDS[cache_utils.LinearAttentionAndFullAttentionLayer] = CompressedHybridLayer
 
 
-def make(config: Any) -> tuple[list[Any], dict[int, Any]]:
+def make(decoder: Any, config: Any) -> tuple[list[Any], dict[int, Any]]:
     """The layers of a model's cache, and those of them that are coded, by their place.
 
-    config: of the text decoder. CacheError if this release of transformers has no cache for a kind of layer.
+    decoder: the stack of layers. config: its configuration. CacheError if this release of transformers has no cache for
+    a kind of layer, but a cache of its own for the model.
     """
+    for name, kind in vars(sys.modules[type(decoder).__module__]).items():
+        own = isinstance(kind, type) and kind.__module__ == type(decoder).__module__ and name.endswith("Cache")
+        if own and "Padding" not in name and not issubclass(kind, CacheLayerMixin):
+            raise CacheError(f"in this release of transformers the model keeps a cache of its own kind, {name}")
     layers: list[Any] = DynamicCache(config=config).layers
     if not layers:  # older releases make them as they come, where all are alike
         layers = [DynamicLayer() for _ in range(config.num_hidden_layers)]

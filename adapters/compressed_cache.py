@@ -66,8 +66,7 @@ class CompressedCache(Cache):
             raise CacheError(
                 "a CompressedCache is of a decoder alone: encoder-decoder models keep another kind of cache"
             )
-        config = text_config(model)
-        layers, coded = cache_layers.make(config)
+        layers, coded = cache_layers.make(decoder_of(model), text_config(model))
         if not coded:
             kinds = sorted({type(layer).__name__ for layer in layers})
             raise CacheError(

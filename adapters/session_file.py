@@ -60,14 +60,19 @@ def load(cls: type, path: str | Path, model: Any, profile: Any, keep_decoded: bo
         raise StreamError(f"{path} is not a session: {error}") from error
     if _digest(form, tensors) != digest:
         raise StreamError(f"{path}: its content does not match its digest; the file is damaged")
-    cache = cls(
-        model,
-        profile=profile,
-        kl=form["kl"],
-        tier=form["tier"],
-        window=form["window"],
-        keep_decoded=keep_decoded,
-    )
+    try:
+        return _built(cls, path, form, tensors, model, profile, keep_decoded)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise StreamError(f"{path}: its parts do not fit together: {error!r}") from error
+
+
+def _built(
+    cls: type, path: str | Path, form: dict[str, Any], tensors: dict[str, torch.Tensor], model: Any, *given: Any
+) -> Any:
+    """The cache of a file whose content is what was written. given: profile, keep_decoded."""
+    profile, keep_decoded = given
+    sizes = {name: form[name] for name in ("kl", "tier", "window")}
+    cache = cls(model, profile=profile, keep_decoded=keep_decoded, **sizes)
     kinds = [kind for kind, _ in form["layers"]]
     if [type(layer).__name__ for layer in cache.layers] != kinds or form["model"] != _model_form(cache):
         raise CacheError(f"{path} is of another model, {form['model']}, or of another release of transformers")
@@ -76,11 +81,11 @@ def load(cls: type, path: str | Path, model: Any, profile: Any, keep_decoded: bo
         names = [f"stream.{number}.{row}" for row in range(len(tensors["hidden"]))]
         streams = tuple(tensors[name].numpy().tobytes() if name in tensors else None for name in names)
         pieces.append(Piece(start, stop, streams))
-    for stream in (s for piece in pieces for s in piece.streams if s is not None):
-        made, given = engine.inspect(stream)["profile"], None if profile is None else profile.fingerprint
-        if made != given:
-            raise ProfileError(f"{path} was made with profile {made}, not with {given}")
-        break
+    first = next((stream for piece in pieces for stream in piece.streams if stream is not None), None)
+    if first is not None:
+        made, now = engine.inspect(first)["profile"], None if profile is None else profile.fingerprint
+        if made != now:
+            raise ProfileError(f"{path} was made with profile {made}, not with {now}")
     cache.past.pieces, cache.past.hidden, cache.chunk = pieces, tensors.get("hidden"), form["chunk"]
     cache._ids = tensors.get("ids")
     for layer, (_, state) in zip(cache.layers, form["layers"], strict=True):
@@ -130,5 +135,8 @@ def _restored(value: Any, tensors: dict[str, torch.Tensor], device: torch.device
     if "numbered" in value:
         return {key: _restored(one, tensors, device) for key, one in value["numbered"]}
     if "torch" in value:
-        return device if value["device"] else getattr(torch, value["torch"])
+        dtype = getattr(torch, value["torch"], None)
+        if not value["device"] and not isinstance(dtype, torch.dtype):
+            raise StreamError(f"{value['torch']!r} is not a dtype")
+        return device if value["device"] else dtype
     return {key: _restored(one, tensors, device) for key, one in value.items()}
