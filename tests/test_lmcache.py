@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ from seqkv.adapters import lmcache  # noqa: E402
 from seqkv.adapters.chunks import OVERHEAD, ChunkCodec  # noqa: E402
 from seqkv.engine import CacheError, Profile, ProfileError  # noqa: E402
 
+PAGE = Path(__file__).parents[1] / "docs" / "lmcache.md"
 SHAPE = (2, 3, 256, 32)  # keys and values, layers, tokens, channels
 LOSSLESS = {"type": "seqkv", "tier": "lossless"}
 
@@ -167,6 +169,15 @@ def test_other_adapters_need_buffers_of_one_size(tmp_path: Path) -> None:
         assert [b is not None for b in back] == [found] * 3
     assert {file.stat().st_size for file in files} == {-(-(given[0].numel() * 12 // 8 + OVERHEAD) // 4096) * 4096}
     assert all(torch.equal(a, b) for a, b in zip(given, back, strict=True))
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, str(PAGE), "exec"), {})
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if " found, " in line]
+    found, size, whole, error = (float(x) for x in re.findall(r"[\d.]+", line))
+    assert found == 1 and 0 < size < whole / 2 and 0 < error < 0.05
 
 
 class Buffer:
