@@ -101,7 +101,7 @@ def measured(name: str, session: Session, profile: Profile, whole: bool) -> Row:
     if not whole:
         return row
     parsed, chunk = Container.parse(stream), form.chunks(tokens) - 1
-    size = sum(parsed.length(*key) for key in parsed.sections if key[0] in PARTS and key[1] == chunk)
+    size = sum(parsed.length(*key) for key in parsed.sections if key[0] != form.POSITIONS and key[1] == chunk)
     surprisal = float(session.probs.surprisal[-LAST:].mean())
     return dataclasses.replace(row, last_bits=8 * size / (values * LAST / tokens), last_surprisal=surprisal)
 
