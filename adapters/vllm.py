@@ -296,7 +296,7 @@ def _identity(vllm_config: VllmConfig, spec: FullAttentionSpec, options: Options
     about = {
         "model": [model.model, model.revision, str(model.dtype), model.quantization],
         "weights": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights],
-        "config": model.hf_config.to_dict(),
+        "config": [model.hf_config.to_dict(), getattr(model.hf_config, "_commit_hash", None)],
         "cache": [str(spec.dtype), spec.sliding_window],
         "loss": [options.tier, *([] if options.tier == "lossless" else [options.kl, options.step])],
     }
