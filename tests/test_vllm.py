@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from transformers import LlamaConfig  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm import _custom_ops as ops  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
@@ -34,9 +38,11 @@ from vllm.v1.request import Request  # noqa: E402
 from seqkv.adapters import paged  # noqa: E402
 from seqkv.adapters import vllm as adapter  # noqa: E402
 from seqkv.engine import CacheError, KVCache  # noqa: E402
+from tests import tiny_llama  # noqa: E402
 
 LAYERS, HEADS, BLOCK, WIDTH = 2, 2, 32, 64
 IDS = [i * i % 90 + 1 for i in range(100)]
+ROOT = Path(__file__).parents[1]
 NAMES = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
 
 if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
@@ -220,3 +226,17 @@ def test_the_order_of_pages_is_found(isa: str, monkeypatch: pytest.MonkeyPatch) 
     ops.cpu_attn_reshape_and_cache(keys, values, *pages.view(4, 3, 128, WIDTH).chunk(2, dim=2), slots, isa)
     found = paged.Pages(pages, adapter._cpu_order(pages)).read(slots)
     assert torch.equal(found[0], keys.permute(1, 0, 2)) and torch.equal(found[1], values.permute(1, 0, 2))
+
+
+def test_the_example_loads_in_its_second_run(tmp_path: Path) -> None:
+    tiny_llama.save(tmp_path / "model")  # for its tokenizer; vLLM's attention wants wider heads
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": LAYERS, "vocab_size": 256}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path / "model")
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "vllm.md").read_text(), re.DOTALL)
+    (tmp_path / "example.py").write_text(code)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "example.py", "model"]
+    printed = [subprocess.check_output(command, cwd=tmp_path, env=env, text=True) for _ in range(2)]
+    first, second = (re.search(r"(\d+) tokens were not computed\n(.*)", out, re.DOTALL) for out in printed)
+    assert first is not None and second is not None
+    assert int(first[1]) == 0 and int(second[1]) > 1000 and first[2] == second[2]
