@@ -44,17 +44,24 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=1000, help="tokens to generate")
     parser.add_argument("--kl", type=float, default=0.01)
     parser.add_argument("--window", type=int, default=128)
+    parser.add_argument("--follow", action="store_true", help="go on with the text itself, not greedily")
     parser.add_argument("--every", type=int, default=40, help="steps from one that drops what is decoded to the next")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
     source = models.load(options.model)
     model, profile = source.model, None if options.profile == "none" else engine.Profile.load(options.profile)
-    ids = torch.as_tensor(models.read_ids(source, options.text)[: options.prompt])[None]
+    ids = torch.as_tensor(models.read_ids(source, options.text)[: options.prompt + options.new])[None]
     result: dict[str, Any] = {"model": Path(options.model).stem, "text": options.text.stem, "prompt": options.prompt}
-    result |= {"new": options.new, "kl": options.kl, "window": options.window, "profile": profile is not None}
+    result |= {
+        "new": options.new,
+        "greedy": not options.follow,
+        "kl": options.kl,
+        "window": options.window,
+        "profile": profile is not None,
+    }
     with torch.inference_mode():
         cache = hf.CompressedCache(model, profile=profile, kl=options.kl, window=options.window, keep_decoded=True)
-        run = Run(model, cache, ids, options.new, options.every)
+        run = Run(model, cache, ids[:, : options.prompt], options.new, options.every, ids if options.follow else None)
         result |= run.held() | run.compared() | run.slowdown()
     print(json.dumps(result, indent=1))
     if options.out is not None:
@@ -71,9 +78,17 @@ def timed(call: Callable[[], Any]) -> tuple[Any, Seconds]:
 
 
 class Run:
-    """Greedy generation, step by step."""
+    """Generation, step by step: greedy, or along `text` [1, tokens]."""
 
-    def __init__(self, model: Any, cache: hf.CompressedCache, ids: torch.Tensor, new: int, every: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: hf.CompressedCache,
+        ids: torch.Tensor,
+        new: int,
+        every: int,
+        text: torch.Tensor | None = None,
+    ) -> None:
         self.model, self.cache, self.prompt, self.every = model, cache, ids.shape[1], every
         self.name, self.sequence = hf.cache_kwarg(model), ids
         self.logits: list[torch.Tensor] = []
@@ -90,7 +105,9 @@ class Run:
             if step > 0:  # not the prompt
                 self.seconds["again" if again else "kept"][seen] = took
             self.logits.append(out.logits[0, -1].clone())
-            self.sequence = torch.cat([self.sequence, self.logits[-1].argmax().view(1, 1)], dim=1)
+            length = self.sequence.shape[1]
+            token = self.logits[-1].argmax().view(1, 1) if text is None else text[:, length : length + 1]
+            self.sequence = torch.cat([self.sequence, token], dim=1)
 
     def held(self) -> dict[str, Any]:
         """Bytes in the end."""
