@@ -341,8 +341,8 @@ def _curve(source: Source, profile: Profile, checks: Sequences, report: Callable
             stream = codec.encode(kv, probs, profile=profile, step=quantiser.step_size(index), importance=attention)
             kl, _ = source.divergence(ids, codec.decode(stream, profile=profile), reference)
             measured.append(np.log2(max(kl, 1e-12)))
-    # half a deviation above the mean: most texts are to lose less than is asked for, not half of them
-    curve = np.array([[index, np.mean(measured) + 0.5 * np.std(measured)] for index, measured in points])
+    # a deviation above the mean: most texts are to lose less than is asked for, not half of them
+    curve = np.array([[index, np.mean(measured) + np.std(measured)] for index, measured in points])
     # loss grows with about the square of the step: what few texts measure beyond that is noise
     slope = np.polyfit(curve[:, 0], curve[:, 1], 1)[0].clip(-4 / 16, -1 / 16)
     return np.stack([curve[:, 0], curve[:, 1].mean() + slope * (curve[:, 0] - curve[:, 0].mean())], axis=1)

@@ -22,7 +22,8 @@ from seqkv.models import UsageError
 from seqkv.session_texts import Session
 
 KL = 0.01  # nats
-CONTINUATION = 160  # tokens at most, from whose predictions the loss is measured
+CONTINUATION = 512  # tokens at most, from whose predictions the loss is measured, as `kl` has it
+ANSWER = 160  # the first of them, which lean on the session most
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Row:
     reference: the session that it was coded against; depth: how many streams it needs, one after the other.
     alone_bytes: of its stream without a reference; stored_bytes: what was added to the store for it.
     kl, top1: of the decoded cache against the true one, nats a token and a share, over `continuation` tokens;
-    kl_alone: of what comes back without a reference.
+    kl_answer: over the first ANSWER of them; kl_alone: of what comes back without a reference.
     """
 
     session: str
@@ -59,6 +60,7 @@ class Row:
     stored_bytes: int
     kl_requested: float
     kl: float
+    kl_answer: float
     kl_alone: float
     top1: float
     continuation: int
@@ -113,7 +115,10 @@ def measure(source: Any, store: SessionStore, session: Session, streams: Mapping
     alone = engine.encode(subject.kv, subject.probs, profile=store.profile, **options)
     kl_alone, _ = source.divergence(ids, engine.decode(alone, profile=store.profile), subject.reference)
     entry = store.put(session.name, subject.kv, subject.probs, **options)
-    kl, top1 = source.divergence(ids, store.get(session.name), subject.reference)
+    decoded = store.get(session.name)
+    kl, top1 = source.divergence(ids, decoded, subject.reference)
+    source.continuation = ANSWER
+    kl_answer, _ = source.divergence(ids, decoded, subject.reference[:ANSWER])
     return Row(
         session=session.name,
         tokens=entry.tokens,
@@ -124,6 +129,7 @@ def measure(source: Any, store: SessionStore, session: Session, streams: Mapping
         stored_bytes=entry.own_bytes,
         kl_requested=KL,
         kl=kl,
+        kl_answer=kl_answer,
         kl_alone=kl_alone,
         top1=top1,
         continuation=len(subject.reference),
@@ -185,7 +191,7 @@ def summary(rows: list[Row], stored: int, clean: bool) -> dict[str, Any]:
 def show(rows: list[Row], found: dict[str, Any]) -> None:
     """Print a table, and what it comes to. found: from `summary`."""
     columns = ["session", "tokens", "reference", "copied", "aligned", "at", "new"]
-    columns += ["alone", "stored", "share", "KL", "KL alone"]
+    columns += ["alone", "stored", "share", "KL", "first", "KL alone"]
     table = [
         (
             row.session,
@@ -199,6 +205,7 @@ def show(rows: list[Row], found: dict[str, Any]) -> None:
             f"{row.stored_bytes:,}",
             f"{row.share:.0%}",
             f"{row.kl:.4f}",
+            f"{row.kl_answer:.4f}",
             f"{row.kl_alone:.4f}",
         )
         for row in rows
@@ -210,7 +217,9 @@ def show(rows: list[Row], found: dict[str, Any]) -> None:
     total = found["total"]
     kl, kl_alone = np.mean([(row.kl, row.kl_alone) for row in rows], axis=0)
     state = "clean" if total["verified"] else "damaged"
-    print("At: what aligned tokens cost, of what they would alone.")
+    print(
+        f"At: what aligned tokens cost, of what they would alone. First: KL over {ANSWER} tokens."
+    )
     print(
         f"{len(rows)} sessions: {total['alone_bytes']:,} bytes alone, {total['stored_bytes']:,} in the store, all told "
         f"({total['share']:.0%}), which is {state}. Mean KL {kl:.4f}, alone {kl_alone:.4f}."

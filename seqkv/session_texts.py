@@ -93,6 +93,25 @@ ask for it at the desk and copy any part of it that you need.
 Your daughter can have a card of her own: she is under fourteen, so all that it takes is your signature. There are three
 books about badgers for readers of her age, two of them at Quarry Lane and one on the Heron. Shall I put one of them
 aside for her, and the book on the salt roads for you? It costs nothing, and they would be kept for a fortnight.
+
+Reader: Yes, please, both. I live beyond the ford, and the bus comes to us on Fridays. Could they come with it? And I
+would like to make a curtain for the hall of our village, four metres wide, so I need a machine and somebody who shows
+me how to thread it. I have never taken the course. My last question is about money: the film that we had at Christmas
+is still somewhere in the house.
+
+Fern: Both are put aside in your name, and I have asked for them to travel with the Heron, which stops at your board on
+Friday afternoon. If the ford is under water that day, it turns back at the chapel, and your books are kept for another
+fortnight without your having to do anything.
+
+The sewing machines are at the Old Dairy, and they are booked by the half day, but only by readers who have been to the
+short course. It is held on the first Saturday of the month, and there are two places left in the next one. Bring your
+cloth along: four metres are no trouble on the long table, and whoever holds the course will thread the machine with
+you. Shall I write you down for it, and book a machine for the half day after?
+
+As for the film: there are no fines for what comes back late, so do look behind the sofa first. Only what is missing for
+longer than eight weeks counts as lost, and then you are asked to pay what a new copy costs. If that is where we are, I
+would rather not work out the sum by myself. Somebody at the desk will do that with you, and they are kind about it.
+Would you like me to ring them, so that they expect you?
 """
 
 _QUESTIONS = (
@@ -179,6 +198,21 @@ _CHAT = (
         " the oven as far as it goes, with a heavy pot inside, for forty minutes. Turn the loaf into the pot, cut it"
         " once across the top, and bake it for twenty-five minutes with the lid on and twenty without.",
     ),
+    (
+        "We have eaten half of it already. The crust is very good, but the crumb is tight at the bottom and has large"
+        " holes under the top, and one side has burst open beside my cut. What did I do wrong, and what should I change"
+        " next Friday?",
+        " Nothing that spoils the taste, as you noticed. A tight crumb below and caves above are what bakers call"
+        " flying crust, and they mean that the dough went into the oven before it was ready: the gas that was still"
+        " to come was made in the heat, all at once, and it gathered where the dough was softest. The burst at the"
+        " side says the same. There was more strength left in the loaf than the cut could let out.\n\nSo give it more"
+        " time while it is warm. Until ten o'clock you folded it, and then it went into the cold; let it stand after"
+        " the last fold until it has grown by half, which may take an hour longer in your kitchen, and only then shape"
+        " it. Before it goes into the fridge, press a floured finger into it: if the hollow fills slowly and not"
+        " entirely, it is fit to go. Cut it deeper, too, as deep as the first joint of your finger, and hold the blade"
+        " flat, so that a flap is raised and the loaf opens where you want it to. And if the bottom stays pale while"
+        " the top is brown, move the pot down by one shelf for the last ten minutes.",
+    ),
 )
 
 
@@ -205,16 +239,25 @@ def sessions() -> list[Session]:
 
     story, before = _opening("story_en", 4300), _opening("rivers_fr", 1700)
     asked = [f"{story}\n\nQuestion: {question}\n\nAnswer:" for question in _QUESTIONS]
-    found.append(Session("story, question 1", asked[0], _ANSWERS[0]))
-    found.append(Session("story, question 2", asked[1], _ANSWERS[1]))
-    found.append(Session("another text, story, question 3", f"{before}\n\n{asked[2]}", _ANSWERS[2]))
-    found.append(Session("story edited, question 1", edited(asked[0]), _ANSWERS[0]))
+    answered = [_answers(number) for number in range(len(_QUESTIONS))]
+    found.append(Session("story, question 1", asked[0], answered[0]))
+    found.append(Session("story, question 2", asked[1], answered[1]))
+    found.append(Session("another text, story, question 3", f"{before}\n\n{asked[2]}", answered[2]))
+    found.append(Session("story edited, question 1", edited(asked[0]), answered[0]))
 
-    chat = [f"User: {question}\n\nAssistant:" for question, _ in _CHAT]
+    chat = "\n\n".join(f"User: {question}\n\nAssistant:{answer}" for question, answer in _CHAT) + "\n"
     for turns in (2, 3):
-        said = "\n\n".join(chat[turn] + _CHAT[turn][1] for turn in range(turns - 1))
-        found.append(Session(f"chat, turn {turns}", f"{said}\n\n{chat[turns - 1]}", _CHAT[turns - 1][1] + "\n"))
+        end = chat.index(_CHAT[turns - 1][1])
+        found.append(Session(f"chat, turn {turns}", chat[:end], chat[end:]))
     return found
+
+
+def _answers(first: int) -> str:
+    """The answer to a question about the story, then the other questions with theirs."""
+    others = [number for number in range(len(_QUESTIONS)) if number != first]
+    return _ANSWERS[first] + "".join(
+        f"\nQuestion: {_QUESTIONS[number]}\n\nAnswer:{_ANSWERS[number]}" for number in others
+    )
 
 
 def edited(text: str) -> str:

@@ -130,7 +130,7 @@ class LinearModel:
             key = kv.keys[layer] if rope is None else rope.undo(kv.keys[layer], kv.positions)
             read = _flat(key) @ maps["keys to logits"] + _flat(kv.values[layer]) @ maps["values to logits"]
             seen += attention[layer][:, None] * read
-        last = ids[kv.tokens - 1 : kv.tokens + self.continuation - 1]
+        last = ids[kv.tokens - 1 : -1][: self.continuation]
         logits = self.bigrams[last] + self._query(ids, kv.tokens) @ seen
         top = logits.max(axis=1, keepdims=True)
         return logits - top - np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
