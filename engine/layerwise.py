@@ -142,12 +142,11 @@ class _Chunk:
     @classmethod
     def of(cls, unpacked: Unpacked, step: int, start: int, profile: Profile) -> _Chunk:
         symbols, live = unpacked.own
-        small = symbols.size == 0 or (symbols.min() >= -128 and symbols.max() <= 127)
-        narrow = symbols.astype(np.int8) if small else symbols
+        largest = int(np.abs(symbols).max(initial=0))
+        kind = next(k for k in (np.int8, np.int16, np.int32) if largest <= np.iinfo(k).max)
+        bounds = np.searchsorted(live, profile.starts)
         assert unpacked.means is not None  # of every stream with a profile
-        return cls(
-            start, narrow, live, unpacked.means, np.searchsorted(live, profile.starts), step, unpacked.side.first
-        )
+        return cls(start, symbols.astype(kind), live, unpacked.means, bounds, step, unpacked.side.first)
 
 
 def _open(stream: Buffer, profile: Profile) -> Coding:
