@@ -9,6 +9,7 @@ from pathlib import Path
 from bench.frontier_tables import FREE, LOSSLESS, OURS, Point
 
 _LEAST = 1e-5  # nats: where codecs that lose less are drawn
+_OURS = {OURS: "o-", FREE: "o--", LOSSLESS: "*"}  # in black; others in colours
 
 
 def draw(points: Sequence[Point], title: str, path: Path) -> None:
@@ -19,9 +20,11 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    shown = [p for p in points if not p.ours or p.codec in (OURS, FREE, LOSSLESS)]
+    shown = [p for p in points if not p.ours or p.codec in _OURS]
     domains = list(dict.fromkeys(p.domain for p in shown))
-    codecs = list(dict.fromkeys(p.codec for p in shown))
+    others = list(dict.fromkeys(p.codec for p in shown if not p.ours))
+    styles = {codec: (_OURS[codec], "black") for codec in _OURS if any(p.codec == codec for p in shown)}
+    styles |= {codec: ("sD^vPXphd<"[i % 10] + "-", f"C{i % 10}") for i, codec in enumerate(others)}
     columns = min(5, len(domains))
     rows = -(-len(domains) // columns)
     size = (3.6 * columns + 2.4, 3.4 * rows + 0.9)
@@ -29,16 +32,15 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
     for axis in axes.flat[len(domains) :]:
         axis.set_visible(False)
     for axis, domain in zip(axes.flat, domains, strict=False):
-        for number, codec in enumerate(codecs):
+        for codec, (style, colour) in styles.items():
             curve = _curve([p for p in shown if (p.domain, p.codec) == (domain, codec)])
-            ours = codec in (OURS, FREE, LOSSLESS)
             axis.plot(
                 [bits for bits, _ in curve],
                 [max(kl, _LEAST) for _, kl in curve],
-                color="black" if codec == OURS else f"C{number % 10}",
-                marker="o" if ours else "sD^vPX*"[number % 7],
-                markersize=4,
-                linewidth=2 if ours else 1,
+                style,
+                color=colour,
+                markersize=6 if codec == LOSSLESS else 4,
+                linewidth=2 if codec == OURS else 1,
                 label=codec,
             )
         axis.set_xscale("log", base=2)
