@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +27,7 @@ from seqkv.engine.sharing import Shared
 from seqkv.engine.target import Target
 
 Backend = Literal["cpu", "cuda"]
+Measure = Callable[[KVCache], float]
 
 
 def encode(
@@ -36,6 +38,7 @@ def encode(
     profile: Profile | None = None,
     kl: float = 0.01,
     step: float | None = None,
+    measure: Measure | None = None,
     importance: Any = None,
     reference: Any = None,
     model: Model | None = None,
@@ -52,6 +55,8 @@ def encode(
     profile: of the model, from `calibrate`; None codes without calibration.
     kl: requested loss: mean KL in nats between the model's predictions from the true and from the decoded cache.
     step: quantiser step, instead of kl.
+    measure: gives what a decoded cache loses, in nats, by running the model. Then a step is looked for at which that is
+        at most kl, and the stream says what it was; without, the step is what texts of calibration needed.
     importance: attention received, [layers, tokens], float, in any unit (the adapters observe it); estimated from the
         cache if not given.
     reference: another session's stream of the same profile, or an engine.Reference. What both begin with is copied;
@@ -67,6 +72,8 @@ def encode(
     """
     if tier not in TIERS:
         raise ValueError(f'tier must be "near", "lossless" or "tokens", not {tier!r}')
+    if measure is not None and (tier != "near" or step is not None):
+        raise ValueError('measure is of tier="near", to reach a kl')
     if tier != "tokens" and (model is not None or archive or repair):
         raise ValueError('model, archive and repair are of tier="tokens"')
     if probs.tokens != kv.tokens:
@@ -90,20 +97,28 @@ def encode(
     kv = kv.to(backend or kv.backend)
     with current(kv.keys[0]):
         mode: Mode = Free.measure(kv, where.blocks_of) if profile is None else Calibrated(profile)
-        index = quantiser.step_index(step) if step is not None else rate_control.step_for(mode.curve, kl)
         classes = _classes(kv, mode, importance, where)
-        about = {"profile": mode.fingerprint, "steps": [index] * chunks(kv.tokens)}
-        if isinstance(mode, Calibrated) and reference is not None:
-            sections, loss, aligned, about["steps"] = Shared.encode(kv, mode, probs, classes, index, reference)
-            if aligned is not None:
-                about |= {"reference": reference.key, "depth": reference.depth + 1}
-                sections.append(aligned.section())
-        else:
-            sections, loss = _near(kv, probs, mode, index, classes, where)
-    header |= about | {"loss": _shown(loss)}
-    requested = None if step is not None else float(kl)
-    header["kl"] = {"requested": requested, "expected": _short(rate_control.kl_at(mode.curve, index))}
-    return container.write(header, sections + positions)
+
+        def at(index: int) -> tuple[dict[str, Any], list[Section]]:
+            entries, sections = _near(kv, probs, mode, index, classes, reference, where)
+            requested = float(kl) if step is None else None
+            about = {"requested": requested, "expected": _short(rate_control.kl_at(mode.curve, index))}
+            return header | entries | {"kl": about}, sections + positions
+
+        if step is not None:
+            return container.write(*at(quantiser.step_index(step)))
+        if measure is None:
+            return container.write(*at(rate_control.step_for(mode.curve, kl)))
+        tried: dict[int, tuple[dict[str, Any], list[Section]]] = {}
+
+        def attempt(index: int) -> float:
+            tried[index] = at(index)
+            stream = container.write(*tried[index])
+            lost = float(measure(decode(stream, profile=profile, reference=reference, backend=backend or kv.backend)))
+            tried[index][0]["kl"]["measured"] = _short(lost)
+            return lost
+
+        return container.write(*tried[rate_control.search(mode.curve, kl, attempt)])
 
 
 def decode(
@@ -247,10 +262,23 @@ def _classes(kv: KVCache, mode: Mode, received: Any, where: Any) -> NDArray[np.u
 
 
 def _near(
-    kv: KVCache, probs: TokenProbs, mode: Mode, index: int, classes: NDArray[np.uint8], where: Any
-) -> tuple[list[Section], near.Loss]:
-    """Sections of the near tier, but for positions, and what quantisation lost."""
-    sections: list[Section] = mode.sections()
+    kv: KVCache,
+    probs: TokenProbs,
+    mode: Mode,
+    index: int,
+    classes: NDArray[np.uint8],
+    reference: Reference | None,
+    where: Any,
+) -> tuple[dict[str, Any], list[Section]]:
+    """Header entries and sections of the near tier, but for positions, at a step index."""
+    about: dict[str, Any] = {"profile": mode.fingerprint, "steps": [index] * chunks(kv.tokens)}
+    if isinstance(mode, Calibrated) and reference is not None:
+        sections, loss, aligned, about["steps"] = Shared.encode(kv, mode, probs, classes, index, reference)
+        if aligned is not None:
+            about |= {"reference": reference.key, "depth": reference.depth + 1}
+            sections.append(aligned.section())
+        return about | {"loss": _shown(loss)}, sections
+    sections = mode.sections()
     if mode.predictor == "expectation":
         probs = _rounded(probs)
         sections.append(Section(TOPK_IDS, 0, container.pack(probs.topk_ids)))
@@ -259,7 +287,7 @@ def _near(
     for chunk in range(chunks(kv.tokens)):
         sections += known.sections(chunk)
     coded, loss = where.encode_chunks(kv, mode, probs, classes, index)
-    return sections + coded, loss
+    return about | {"loss": _shown(loss)}, sections + coded
 
 
 def _decode(

@@ -1,11 +1,18 @@
-"""Rate control: from a requested loss to a quantiser step."""
+"""Rate control: from a requested loss to a quantiser step.
+
+A profile's curve says what a step cost the texts of calibration, on average and a deviation more; single texts lose up
+to a few times as much or as little. Whoever can run the model can have the loss of each cache measured instead.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from seqkv.engine import quantiser
+from seqkv.engine.errors import CacheError
 
 FINEST, COARSEST = 16 * 64, -16 * 64  # step indices that are ever used
 
@@ -19,6 +26,38 @@ def step_for(curve: NDArray[np.float64], kl: float) -> int:
 def kl_at(curve: NDArray[np.float64], index: int) -> float:
     """The KL in nats that a profile's curve has at a step index."""
     return float(2.0 ** _line(curve[:, 0], curve[:, 1], index))
+
+
+CLOSE = 1.25  # a measured loss is fine from kl / CLOSE to kl
+TRIES = 8
+
+
+def search(curve: NDArray[np.float64], kl: float, attempt: Callable[[int], float]) -> int:
+    """The coarsest step index tried at which the loss that `attempt(index)` measures, in nats, is at most `kl`.
+
+    Begins where the curve says, and goes on along its slope, between what was too much and what was not once both are
+    known, until the loss is close to kl. CacheError if TRIES steps were not enough to get below kl.
+    """
+    slope = float((curve[-1, 1] - curve[0, 1]) / (curve[-1, 0] - curve[0, 0]))  # octaves an index, negative
+    aim = np.log2(kl) - np.log2(CLOSE) / 2
+    low, high = COARSEST, FINEST  # indices between which the one looked for lies; losses there, where known
+    lost: dict[int, float] = {}
+    index, last = step_for(curve, kl), np.nan
+    for _ in range(TRIES):
+        last = attempt(index)
+        if not (np.isfinite(last) and last >= 0):
+            raise CacheError(f"the measured loss is {last}: expected nats, 0 or more")
+        lost[index] = float(np.log2(max(last, 1e-12)))
+        low, high = (low, index) if last <= kl else (index, high)
+        if kl / CLOSE <= last <= kl or high - low <= 1:
+            break
+        guess = index + (aim - lost[index]) / slope
+        if low in lost and high in lost:
+            guess = low + (high - low) * (lost[low] - aim) / max(lost[low] - lost[high], 1e-9)
+        index = int(np.clip(round(guess), low + 1, high - 1))
+    if high not in lost:
+        raise CacheError(f"kl {kl} was not reached: {last:.3g} at the finest step tried. Ask for more, or code exactly")
+    return high
 
 
 def _line(x: NDArray[np.float64], y: NDArray[np.float64], at: float) -> float:

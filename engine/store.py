@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from seqkv.engine import objects, upkeep
 from seqkv.engine.blobs import BlobMissing, Blobs
 from seqkv.engine.cache import KVCache
-from seqkv.engine.codec import Backend, decode, encode
+from seqkv.engine.codec import Backend, Measure, decode, encode
 from seqkv.engine.container import Buffer
 from seqkv.engine.errors import ProfileError, SessionError, StoreDamaged, StoreError, StoreFull, StreamError
 from seqkv.engine.index import Found, Index, SqliteIndex
@@ -99,18 +99,20 @@ class SessionStore:
         tier: Literal["near", "lossless"] = "near",
         kl: float = 0.01,
         step: float | None = None,
+        measure: Measure | None = None,
         importance: Any = None,
     ) -> Entry:
         """Stores a session, in place of the one of that name if there is one, and says what that took.
 
-        kv, probs, tier, kl, step, importance: as `engine.encode` takes them; each session meets its own kl. Without
-        loss a session is not coded against another, but chunks that are the same in both are stored once.
+        kv, probs, tier, kl, step, measure, importance: as `engine.encode` takes them; each session has a kl of its own.
+        Without loss a session is not coded against another, but chunks that are the same in both are stored once.
 
         Raises what `encode` raises, StoreFull, StoreBusy, StoreError.
         """
         with _naming(f"session {_checked(session)!r}"):
             match, reference = self._reference(probs) if tier == "near" else (None, None)
-            options: Any = {"tier": tier, "profile": self.profile, "kl": kl, "step": step, "importance": importance}
+            options: Any = {"tier": tier, "profile": self.profile, "kl": kl, "step": step}
+            options |= {"measure": measure, "importance": importance}
             entry = self._commit(session, encode(kv, probs, reference=reference, **options), probs, match)
             if entry is None:
                 entry = self._commit(session, encode(kv, probs, **options), probs, None)

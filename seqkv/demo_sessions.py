@@ -111,14 +111,20 @@ def measure(source: Any, store: SessionStore, session: Session, streams: Mapping
     source.context, source.continuation = len(text), CONTINUATION
     ids = np.concatenate([text, follows])
     subject = evaluate.prepare(source, session.name, ids, prefill_s=0.0)
-    options: Any = {"kl": KL, "importance": subject.importance}
+
+    def lost(decoded: engine.KVCache, tokens: int = ANSWER) -> float:
+        """By default what a server can measure that has answered, and now stores the prompt's cache."""
+        source.continuation = tokens
+        return source.divergence(ids, decoded, subject.reference[:tokens])[0]
+
+    options: Any = {"kl": KL, "measure": lost, "importance": subject.importance}
     alone = engine.encode(subject.kv, subject.probs, profile=store.profile, **options)
-    kl_alone, _ = source.divergence(ids, engine.decode(alone, profile=store.profile), subject.reference)
+    kl_alone = lost(engine.decode(alone, profile=store.profile), CONTINUATION)
     entry = store.put(session.name, subject.kv, subject.probs, **options)
     decoded = store.get(session.name)
+    kl_answer = lost(decoded)
+    source.continuation = CONTINUATION
     kl, top1 = source.divergence(ids, decoded, subject.reference)
-    source.continuation = ANSWER
-    kl_answer, _ = source.divergence(ids, decoded, subject.reference[:ANSWER])
     return Row(
         session=session.name,
         tokens=entry.tokens,
@@ -217,9 +223,7 @@ def show(rows: list[Row], found: dict[str, Any]) -> None:
     total = found["total"]
     kl, kl_alone = np.mean([(row.kl, row.kl_alone) for row in rows], axis=0)
     state = "clean" if total["verified"] else "damaged"
-    print(
-        f"At: what aligned tokens cost, of what they would alone. First: KL over {ANSWER} tokens."
-    )
+    print(f"At: what aligned tokens cost, of what they would alone. First: KL over {ANSWER} tokens.")
     print(
         f"{len(rows)} sessions: {total['alone_bytes']:,} bytes alone, {total['stored_bytes']:,} in the store, all told "
         f"({total['share']:.0%}), which is {state}. Mean KL {kl:.4f}, alone {kl_alone:.4f}."

@@ -77,8 +77,7 @@ def test_measure_puts_and_gets(model: CausalModel, profile: Profile, tmp_path: P
     assert (first.reference, first.tokens, first.new) == (None, 700, 700) and first.kl == first.kl_alone
     assert (second.reference, second.depth, second.tokens) == ("first", 1, 735) and second.aligned > 500
     assert all(row.stored_bytes == entries[row.session].own_bytes and row.continuation == 200 for row in rows)
-    kv, probs, importance = model.prefill(model.tokenize(sessions[1].text))
-    assert second.alone_bytes == len(engine.encode(kv, probs, profile=profile, importance=importance))
+    assert all(0.004 < row.kl_answer <= 0.01 for row in rows)
     assert 0 < second.kl != second.kl_alone and second.share < 0.9
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqkv.engine import rate_control
+from seqkv.engine import CacheError, rate_control
 from seqkv.engine.quantiser import step_size
-from seqkv.engine.rate_control import COARSEST, FINEST, check, kl_at, step_for
+from seqkv.engine.rate_control import COARSEST, FINEST, TRIES, check, kl_at, search, step_for
 
 CURVE = np.array([[120.0, -5.0], [136.0, -7.0], [160.0, -11.0]])  # step index, log2 KL
 
@@ -64,3 +64,41 @@ def test_what_makes_sense() -> None:
     for kl, step in accepted:
         check(kl, step)
     assert rate_control.FINEST == -rate_control.COARSEST
+
+
+class Loss:
+    """A loss that falls by an octave every eight steps, a factor away from what the curve says."""
+
+    def __init__(self, factor: float, wobble: float = 0.0) -> None:
+        self.factor, self.wobble, self.asked = factor, wobble, list[int]()
+
+    def __call__(self, index: int) -> float:
+        self.asked.append(index)
+        return self.at(index)
+
+    def at(self, index: int) -> float:
+        return float(kl_at(CURVE, index) * self.factor * 2.0 ** (self.wobble * np.sin(37.0 * index)))
+
+
+@given(st.floats(0.05, 20.0), st.floats(0.001, 0.1), st.floats(0.0, 0.2))
+def test_a_step_is_found_that_loses_what_was_asked(factor: float, kl: float, wobble: float) -> None:
+    loss = Loss(factor, wobble)
+    index = search(CURVE, kl, loss)
+    assert kl / 1.6 <= loss.at(index) <= kl and index in loss.asked and len(loss.asked) <= TRIES
+
+
+def test_a_loss_as_expected_takes_few_tries() -> None:
+    loss = Loss(1.0)
+    search(CURVE, 0.01, loss)
+    assert len(loss.asked) <= 2
+
+
+def test_a_loss_that_does_not_fall_is_an_error() -> None:
+    with pytest.raises(CacheError, match=r"kl 0.01 was not reached: 0.5"):
+        search(CURVE, 0.01, lambda index: 0.5)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -1.0])
+def test_a_loss_that_is_none(wrong: float) -> None:
+    with pytest.raises(CacheError, match="measured loss"):
+        search(CURVE, 0.01, lambda index: wrong)
