@@ -100,6 +100,7 @@ def encode(
         classes = _classes(kv, mode, importance, where)
 
         def at(index: int) -> tuple[dict[str, Any], list[Section]]:
+            mode.begin()
             entries, sections = _near(kv, probs, mode, index, classes, reference, where)
             requested = float(kl) if step is None else None
             about = {"requested": requested, "expected": _short(rate_control.kl_at(mode.curve, index))}

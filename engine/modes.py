@@ -35,6 +35,9 @@ class Calibrated:
         """What the next chunk is coded with."""
         return self.profile
 
+    def begin(self) -> None:
+        """Nothing to forget."""
+
     def learn(self, decoded: Any) -> None:
         """Nothing to learn."""
 
@@ -77,6 +80,10 @@ class Free:
 
     def model(self) -> near.Model:
         return free.Model(self.widths, self.channels, self.history)
+
+    def begin(self) -> None:
+        """Forget what was decoded: the next chunk is the first one."""
+        self.history = None
 
     def learn(self, decoded: Any) -> None:
         """decoded: [tokens, coefs], NumPy or CuPy."""

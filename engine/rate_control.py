@@ -42,20 +42,20 @@ def search(curve: NDArray[np.float64], kl: float, attempt: Callable[[int], float
     aim = np.log2(kl) - np.log2(CLOSE) / 2
     low, high = COARSEST, FINEST  # indices between which the one looked for lies; losses there, where known
     lost: dict[int, float] = {}
-    index, last = step_for(curve, kl), np.nan
+    index, last, reached = step_for(curve, kl), np.nan, False
     for _ in range(TRIES):
         last = attempt(index)
         if not (np.isfinite(last) and last >= 0):
             raise CacheError(f"the measured loss is {last}: expected nats, 0 or more")
         lost[index] = float(np.log2(max(last, 1e-12)))
-        low, high = (low, index) if last <= kl else (index, high)
+        low, high, reached = (low, index, True) if last <= kl else (index, high, reached)
         if kl / CLOSE <= last <= kl or high - low <= 1:
             break
         guess = index + (aim - lost[index]) / slope
         if low in lost and high in lost:
             guess = low + (high - low) * (lost[low] - aim) / max(lost[low] - lost[high], 1e-9)
         index = int(np.clip(round(guess), low + 1, high - 1))
-    if high not in lost:
+    if not reached:
         raise CacheError(f"kl {kl} was not reached: {last:.3g} at the finest step tried. Ask for more, or code exactly")
     return high
 

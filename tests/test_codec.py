@@ -818,6 +818,20 @@ def test_a_measured_loss_is_met_and_said(model: Any, profile: Profile) -> None:
     assert "measured" not in engine.inspect(engine.encode(kv, probs, **known))["kl"]
 
 
+def test_a_measured_loss_is_met_without_a_profile(sample: Callable[..., Any]) -> None:
+    """Each step tried begins with nothing decoded: a chunk is predicted from those before it in the same stream."""
+    s, lost = sample(300), []
+
+    def measure(kv: KVCache) -> float:
+        lost.append(rms(kv, s.kv))
+        return lost[-1]
+
+    stream = engine.encode(s.kv, s.probs, kl=0.001, measure=measure)
+    assert len(lost) > 1 and 0.001 / 1.25 < rms(engine.decode(stream), s.kv) <= 0.001
+    assert engine.inspect(stream)["kl"]["measured"] == pytest.approx(rms(engine.decode(stream), s.kv), rel=1e-3)
+    assert stream == engine.encode(s.kv, s.probs, kl=0.001, measure=measure)
+
+
 @pytest.mark.parametrize("options", [{"step": 0.1}, {"tier": "lossless"}, {"tier": "tokens"}])
 def test_a_measure_needs_a_kl(options: Any, profile: Profile, sample: Callable[..., Any]) -> None:
     s = sample(12)

@@ -98,6 +98,12 @@ def test_a_loss_that_does_not_fall_is_an_error() -> None:
         search(CURVE, 0.01, lambda index: 0.5)
 
 
+def test_the_finest_step_may_lose_too_much() -> None:
+    assert step_for(CURVE, 1e-300) == FINEST
+    with pytest.raises(CacheError, match="was not reached: 0.5"):
+        search(CURVE, 1e-300, lambda index: 0.5)
+
+
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -1.0])
 def test_a_loss_that_is_none(wrong: float) -> None:
     with pytest.raises(CacheError, match="measured loss"):
