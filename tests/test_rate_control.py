@@ -100,7 +100,7 @@ def test_a_loss_that_does_not_fall_is_an_error() -> None:
 
 def test_the_finest_step_may_lose_too_much() -> None:
     assert step_for(CURVE, 1e-300) == FINEST
-    with pytest.raises(CacheError, match="was not reached: 0.5"):
+    with pytest.raises(CacheError, match=r"was not reached: 0\.5"):
         search(CURVE, 1e-300, lambda index: 0.5)
 
 
