@@ -1,6 +1,7 @@
 """What a session costs beside another that holds the same tokens, and what it loses: on a real model.
 
-    python bench/sessions.py PROFILE.safetensors --text A.txt B.txt ... [--model smollm2] [--kl 0.01] [--out FILE]
+    python bench/sessions.py PROFILE.safetensors --text A.txt B.txt ... [--model smollm2] [--kl 0.01] [--measured]
+        [--out FILE]
 
 Each text is tried with the two after it (the last with the first), the cache of its first 1,024 tokens in these cases:
 
@@ -15,7 +16,8 @@ unrelated    another text, against this one.
 tokens cost, in part of what the same tokens cost alone: their deltas, means and runs, and their share of importance
 classes, to their share (by tokens, chunk by chunk) of the session coded alone. `whole` is the whole stream's bytes,
 in part of those alone; copied chunks do not count, as a store keeps them once. KL in nats a token of the 512 that
-follow; `alone` is that of the session coded alone.
+follow; `alone` is that of the session coded alone. With --measured, each is coded at a step at which the first MEASURED
+of these lose at most --kl.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from seqkv.engine import form  # noqa: E402
 from seqkv.engine.container import Container  # noqa: E402
 from seqkv.engine.reference import Aligned  # noqa: E402
 
-CONTEXT, CONTINUATION = 1024, 512
+CONTEXT, CONTINUATION, MEASURED = 1024, 512, 160
 SENTENCES = (
     "Yesterday the committee met in a small town and agreed on something else entirely.",
     "Nobody had expected that the bridge would be closed for the whole of the summer.",
@@ -60,9 +62,9 @@ class Row:
 
 
 class Bench:
-    def __init__(self, model: str, profile: Path, kl: float) -> None:
+    def __init__(self, model: str, profile: Path, kl: float, measured: bool) -> None:
         self.source = models.load(model, CONTEXT, CONTINUATION)
-        self.profile, self.kl = engine.Profile.load(profile), kl
+        self.profile, self.kl, self.measured = engine.Profile.load(profile), kl, measured
         self.streams: dict[str, bytes] = {}
         self.rows: list[Row] = []
 
@@ -73,15 +75,21 @@ class Bench:
         return {"kv": kv, "probs": probs, "attention": attention, "ids": ids, "true": self.source.logprobs(ids, kv)}
 
     def encode(self, session: dict[str, Any], reference: bytes | None = None) -> bytes:
+        def lost(decoded: engine.KVCache) -> float:
+            self.source.continuation = MEASURED
+            return self.source.divergence(session["ids"], decoded, session["true"][:MEASURED])[0]
+
         given = reference and engine.Reference(reference, self.profile, self.streams.__getitem__)
         stream = engine.encode(
             session["kv"],
             session["probs"],
             profile=self.profile,
             kl=self.kl,
+            measure=lost if self.measured else None,
             importance=session["attention"],
             reference=given or None,
         )
+        self.source.continuation = CONTINUATION
         self.streams[engine.stream_key(stream)] = stream
         return stream
 
@@ -161,12 +169,13 @@ def main() -> int:
     parser.add_argument("--text", type=Path, nargs="+", required=True)
     parser.add_argument("--model", default=models.SMOLLM2)
     parser.add_argument("--kl", type=float, default=0.01)
+    parser.add_argument("--measured", action="store_true", help="look for the step that meets --kl, by measuring")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
     texts = [path.read_text("utf-8") for path in args.text]
     if len(texts) < 3:
         parser.error("at least three texts are needed")
-    bench = Bench(args.model, args.profile, args.kl)
+    bench = Bench(args.model, args.profile, args.kl, args.measured)
     print(f"{'text':24} {'case':10} tokens  aligned  copied   cost   whole       KL    alone")
     for i, path in enumerate(args.text):
         bench.run(path.stem, texts[i], [texts[(i + 1) % len(texts)], texts[(i + 2) % len(texts)]])
