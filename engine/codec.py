@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, Literal
@@ -152,8 +153,9 @@ def decode(
     if form.tier == "lossless":
         return lossless.decode(parsed, form, profile, wanted, depth).to(backend)
     where = _where(backend if form.reference is None else "cpu")
-    target = Target.new(form.shape[depth.start : depth.stop], len(wanted), where.empty(form))
-    _decode(parsed, form, profile, reference, wanted, depth, target, where)
+    shape = form.shape[depth.start : depth.stop]
+    new = functools.partial(Target.new, shape, len(wanted), where.empty(form))
+    target = _decode(parsed, form, profile, reference, wanted, depth, new, where)
     positions, ropes = form.positions[wanted.start : wanted.stop], form.rope[depth.start : depth.stop]
     keys, values = ([array[0] for array in side] for side in (target.keys, target.values))
     try:
@@ -194,7 +196,7 @@ def decode_into(
     if form.reference is not None and backend == "cuda":
         raise DeviceError("streams that were coded against a reference are decoded on the CPU: use decode, and copy")
     with current(target.keys[0]):
-        _decode(parsed, form, profile, reference, wanted, depth, target, _where(backend))
+        _decode(parsed, form, profile, reference, wanted, depth, lambda: target, _where(backend))
 
 
 def inspect(stream: Buffer) -> dict[str, Any]:
@@ -298,14 +300,16 @@ def _decode(
     reference: Any,
     wanted: range,
     depth: range,
-    target: Target,
+    made: Callable[[], Target],
     where: Any,
-) -> None:
+) -> Target:
     mode = stored_mode(parsed, form, profile)
     aligned = Aligned.read(parsed, form, profile, reference)
     known = Known.read(parsed, form, needed(mode, wanted), aligned)
     probs = _stored_probs(parsed, form, mode.predictor, known.ids)
+    target = made()  # not before it is known that the shape is right
     where.decode_chunks(parsed, form, mode, probs, known.classes, wanted, depth, target, aligned)
+    return target
 
 
 def _shown(loss: near.Loss) -> dict[str, float | None]:

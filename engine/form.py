@@ -77,7 +77,8 @@ class Form:
         if not self.shape or len(self.rope) != len(self.shape) or len(self.steps) != steps or not fine:
             raise StreamError("altered: the header contradicts itself")
         if self.tier == "lossless":
-            parsed.length(TOKENS, chunks(self.tokens) - 1)  # as many chunks as that are there
+            for chunk in range(chunks(self.tokens)):  # ends at the first that is missing
+                parsed.length(TOKENS, chunk)
         digests = SEAL + chunks(self.tokens) * (1 + len(self.shape))
         if self.tier == "tokens" and parsed.length(DIGESTS) != digests:
             raise StreamError("altered: there are more or fewer digests than the header has chunks and layers")

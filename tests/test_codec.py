@@ -611,6 +611,8 @@ LIES: dict[str, dict[str, Any]] = {
     "nothing for steps": {"steps": None},
     "no layers": {"shape": []},
     "layers without heads": {"shape": [[0, 8, 6]] * 3},
+    "a shape beyond all memory": {"shape": [[1 << 20] * 3] * 3},
+    "a shape beyond all memory, and no profile": {"shape": [[1 << 20] * 3] * 3, "profile": None},
     "a shape of pairs": {"shape": [[2, 8]] * 3},
     "a shape of words": {"shape": "abc"},
     "a negative width": {"shape": [[2, -8, 6]] * 3},

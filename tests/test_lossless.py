@@ -27,7 +27,7 @@ from seqkv.engine import (
 )
 from seqkv.engine.exact_model import Model, measured
 from seqkv.engine.exact_values import FORMATS
-from seqkv.engine.form import Form, describe
+from seqkv.engine.form import TOKENS, Form, describe
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -295,6 +295,9 @@ def test_an_enormous_stream_of_nothing_is_refused(sample: Callable[..., Any]) ->
     rest = [container.Section(k, i, bytes(parsed.section(k, i))) for k, i in parsed.sections]
     with pytest.raises(StreamError, match="no section"):
         decode(container.write(parsed.header | {"tokens": 1 << 31}, rest))
+    last = container.Section(TOKENS, (1 << 23) - 1, b"")  # of that many; positions alone would be 16 GB
+    with pytest.raises(StreamError, match="no section 1/1"):
+        decode(container.write(parsed.header | {"tokens": 1 << 31}, [*rest, last]))
 
 
 @pytest.mark.parametrize("kind", range(32, 39))
