@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from seqkv.engine import surprisal
 from seqkv.engine.cache import KVCache
-from seqkv.engine.errors import StreamError
+from seqkv.engine.errors import RecomputeError, StreamError
 from seqkv.engine.form import chunk_bounds, chunks
 from seqkv.entropy_coding.intervals import Adaptive, Decoder, Encoder
 
@@ -111,7 +111,7 @@ def read(data: memoryview, tokens: int, vocab: int, model: Model | None) -> Iter
 
 
 class _Predicted:
-    """Ids under the model's predictions, one step of the model an id.
+    """Ids under the model's predictions, one step of the model an id. RecomputeError if one is beyond the vocabulary.
 
     unseen: ids that were read, and that the model has not seen yet; it sees them once it has to predict.
     """
@@ -131,6 +131,11 @@ class _Predicted:
                 logits = self._logits()
                 total = surprisal.total(logits)
                 out[i], start, size = surprisal.token_at(logits, decoder.target(total))
+                if out[i] >= distribution.count:
+                    raise RecomputeError(
+                        f"the model predicts token id {out[i]}, the stream's vocabulary has {distribution.count}: give "
+                        "the model that it was made with"
+                    )
                 decoder.take(start, size, total)
                 distribution.learn(out[i : i + 1])
             self.unseen.append(int(out[i]))

@@ -34,7 +34,10 @@ _SIZES = _table()
 
 
 def interval(logits: NDArray[np.float32], token: int) -> tuple[int, int, int]:
-    """(start, size, total) of a token. logits: [vocab] float32. ProbsError if there is NaN or +inf among them."""
+    """(start, size, total) of a token. logits: [vocab] float32. ProbsError if there is NaN or +inf among them, or if
+    they have no such token."""
+    if not 0 <= token < logits.size:
+        raise ProbsError(f"token id {token} is outside the {logits.size} that the model predicts")
     return _interval(logits, _largest(logits), token, _SIZES)
 
 

@@ -137,7 +137,7 @@ def _check_model(header: dict[str, Any], model: Model) -> None:
         raise RecomputeError(f"the stream is of model {fingerprint}, not of {model.fingerprint}")
     if tokenizer is not None and model.tokenizer_fingerprint not in (None, tokenizer):
         raise RecomputeError(f"the stream is of tokenizer {tokenizer}, not of {model.tokenizer_fingerprint}")
-    if header["vocab"] > model.vocab:
+    if header["vocab"] > model.vocab or (header.get("archive") and header["vocab"] != model.vocab):
         raise RecomputeError(f"the stream's vocabulary has {header['vocab']} tokens, the model's {model.vocab}")
 
 

@@ -35,14 +35,14 @@ class Encoder:
 
     def put(self, start: int, size: int, total: int) -> None:
         """Code the interval [start, start + size) of [0, total). ValueError if it is not one."""
-        if start < 0 or size < 1 or not start + size <= total <= MOST_TOTAL:
-            raise ValueError(f"[{start}, {start} + {size}) is no interval of [0, {total})")
+        _check(start, size, total)
         room = np.empty(_BEHIND, np.uint8)
         count = _put(self._state, room, 0, _U(start), _U(size), _U(total))
         self._out += room[:count].tobytes()
 
     def put_adaptive(self, symbols: NDArray[np.int64], distribution: Adaptive) -> None:
-        """Code symbols [n] under a distribution, which learns each."""
+        """Code symbols [n] under a distribution, which learns each. ValueError if one is none of its symbols."""
+        distribution.check(symbols)
         room = np.empty(_BEHIND * len(symbols), np.uint8)
         count = _put_adaptive(self._state, room, symbols, distribution.tree, distribution.increment)
         self._out += room[:count].tobytes()
@@ -77,7 +77,8 @@ class Decoder:
         return int(_target(self._state, _U(total)))
 
     def take(self, start: int, size: int, total: int) -> None:
-        """Go on behind the symbol of the interval that holds target(total)."""
+        """Go on behind the symbol of the interval that holds target(total). ValueError if it is no interval."""
+        _check(start, size, total)
         _take(self._state, self._data, _U(start), _U(size), _U(total))
 
     def take_adaptive(self, count: int, distribution: Adaptive) -> NDArray[np.int64]:
@@ -94,15 +95,28 @@ class Adaptive:
     def __init__(self, count: int) -> None:
         if not 1 <= count <= MOST_SYMBOLS:
             raise ValueError(f"{count} symbols, where 1 to {MOST_SYMBOLS} are possible")
+        self.count = count
         weights = _PRIOR // (np.arange(count, dtype=np.int64) + _FLATTEN)
         self.tree = np.concatenate([[0], weights])  # a Fenwick tree; the total is kept in its unused first place
         _build(self.tree)
         self.tree[0] = weights.sum()
         self.increment = int(weights.sum()) // 256
 
+    def check(self, symbols: NDArray[np.int64]) -> None:
+        """ValueError if one is none of the distribution's: the tree's indices follow from them, unchecked."""
+        if symbols.size and (symbols.min() < 0 or symbols.max() >= self.count):
+            raise ValueError(f"symbols must be from 0 to {self.count - 1}")
+
     def learn(self, symbols: NDArray[np.int64]) -> None:
-        """Symbols [n] that were coded in another way."""
+        """Symbols [n] that were coded in another way. ValueError if one is none of the distribution's."""
+        self.check(symbols)
         _learn(self.tree, symbols, self.increment)
+
+
+def _check(start: int, size: int, total: int) -> None:
+    """A coder of an empty interval would never end."""
+    if start < 0 or size < 1 or not start + size <= total <= MOST_TOTAL:
+        raise ValueError(f"[{start}, {start} + {size}) is no interval of [0, {total})")
 
 
 @njit(cache=True, nogil=True)

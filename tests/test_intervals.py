@@ -76,6 +76,8 @@ def test_carries() -> None:
 def test_refuses_what_is_no_interval(bad: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="no interval"):
         Encoder().put(*bad)
+    with pytest.raises(ValueError, match="no interval"):
+        Decoder(b"").take(*bad)
 
 
 class Counts:
@@ -117,6 +119,15 @@ def test_adaptive_takes_a_bounded_number() -> None:
     for count in (0, -1, MOST_SYMBOLS + 1):
         with pytest.raises(ValueError, match="symbols"):
             Adaptive(count)
+
+
+@pytest.mark.parametrize("symbol", [-1, 10, 1 << 40])
+def test_refuses_what_is_no_symbol(symbol: int) -> None:
+    known, symbols = Adaptive(10), np.array([3, symbol])
+    for call in (known.learn, lambda some: Encoder().put_adaptive(some, known)):
+        with pytest.raises(ValueError, match="from 0 to 9"):
+            call(symbols)
+    np.testing.assert_array_equal(known.tree, Adaptive(10).tree)
 
 
 def test_a_distribution_that_is_full_stops_to_learn() -> None:

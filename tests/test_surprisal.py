@@ -46,3 +46,9 @@ def test_refuses_what_is_no_distribution(bad: float) -> None:
             call(logits, 0)
     with pytest.raises(ProbsError, match="nothing but"):
         surprisal.total(np.full(10, -np.inf, np.float32))
+
+
+@pytest.mark.parametrize("token", [-1, 10])
+def test_refuses_what_is_no_token(token: int) -> None:
+    with pytest.raises(ProbsError, match="outside the 10"):
+        surprisal.interval(np.zeros(10, np.float32), token)

@@ -25,6 +25,7 @@ from seqkv.engine import (
 from seqkv.engine.container import Container, Section
 from seqkv.engine.errors import RecomputeError
 from seqkv.engine.form import DIGESTS, REPAIR, TOKEN_IDS, Form
+from seqkv.entropy_coding.intervals import Adaptive, Encoder
 
 VOCAB, LAYERS = 300, 3
 
@@ -257,6 +258,23 @@ def test_altered_streams_with_fitting_checksums_are_refused(toy: Toy) -> None:
         for entry in ({"tokens": 1 << 30}, {"layers": 1 << 16}, {"layers": 0}, {"steps": [0]}):
             with pytest.raises(StreamError, match="altered"):
                 read(altered(stream, **entry), toy)
+
+
+@pytest.mark.parametrize("named", [10, VOCAB])
+def test_an_archive_of_a_smaller_vocabulary_than_the_models_is_refused(toy: Toy, named: int) -> None:
+    """Ids that the model predicts would be learnt by a distribution that has no place for them."""
+    ids = toy.sample(600)
+    encoder, distribution, step = Encoder(), Adaptive(10), toy.stepper()
+    encoder.put(*id_coding._REPEATED)
+    encoder.put_adaptive(ids[:1], distribution)
+    for last, token in itertools.pairwise(ids[:256].tolist()):
+        encoder.put(*surprisal.interval(step(last), token))
+    encoder.put(*id_coding._OTHER)
+    hostile = encoder.finish() + bytes(range(200, 256))
+    stream = altered(write(toy.recompute(ids), ids, model=toy, archive=True), TOKEN_IDS, lambda _: hostile, vocab=10)
+    toy.vocab = named  # a model that predicts more than it says, too
+    with pytest.raises(RecomputeError, match="vocabulary has 10"):
+        read(stream, toy)
 
 
 def test_logits_that_are_no_numbers_are_refused(toy: Toy) -> None:
