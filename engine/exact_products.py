@@ -73,12 +73,17 @@ def product(features: NDArray[np.int16], start: int, weights: NDArray[np.int16],
     """out [tokens, channels] = features [tokens, start : start + count] @ weights [channels, count].T.
 
     All arrays are contiguous; tokens and channels multiples of TILE, count of STEP. Sums must not exceed 32 bits.
+    ValueError for other arrays: nothing else keeps a tile from what lies around them, as it works on addresses.
     """
     (tokens, columns), (channels, count) = features.shape, weights.shape
     if start < 0 or start + count > columns or out.shape != (tokens, channels):
         raise ValueError("the matrices do not fit each other")
     if tokens % TILE or channels % TILE or count % STEP:
         raise ValueError("the matrices are not padded")
+    if (features.itemsize, weights.itemsize, out.itemsize) != (2, 2, 4):
+        raise ValueError("the matrices are not of 16 and 32 bits")
+    if not (features.flags.c_contiguous and weights.flags.c_contiguous and out.flags.c_contiguous):
+        raise ValueError("the matrices are not contiguous")
     if count == 0:
         out[:] = 0
         return
