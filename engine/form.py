@@ -111,6 +111,6 @@ def chunk_bounds(chunk: int, tokens: int) -> tuple[int, int]:
 
 
 def _count(value: Any, most: int = 1 << 20) -> int:
-    if not isinstance(value, int) or not 1 <= value <= most:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise StreamError(f"altered: {value!r} where a number from 1 to {most} is expected")
     return value

@@ -58,6 +58,8 @@ class ObjectIndex:
             stream = self.stream(tenant, key)
             if stream is None:
                 return Found(entry, chain, key)
+            if chain and stream.depth >= chain[-1].depth:
+                raise StoreDamaged(f"stream {chain[-1].key} needs {key}, which needs as many others")
             chain.append(stream)
             key = stream.reference
         return Found(entry, chain, None)

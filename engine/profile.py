@@ -20,6 +20,7 @@ from seqkv.engine.errors import ProfileError
 from seqkv.engine.layout import block_starts, block_widths
 
 FORMAT = 0
+_MOST = 1 << 20  # heads of a layer, and width of one
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +63,8 @@ class Profile:
     info: dict[str, Any]
 
     def __post_init__(self) -> None:
+        if not all(1 <= n <= _MOST for layer in self.shape for n in layer):
+            raise ProfileError(f"profile: shape {self.shape}, where numbers from 1 to {_MOST} are expected")
         layers, total = len(self.shape), int(self.starts[-1])
         if layers == 0 or self.predictor not in prediction.PREDICTORS or not 0 <= self.depth <= layers:
             raise ProfileError(f"not a usable profile: {layers} layers, predictor {self.predictor!r}, {self.depth=}")
@@ -70,6 +73,8 @@ class Profile:
         for name, dtype in dtypes.items():
             if getattr(self, name).dtype != np.dtype(dtype):
                 raise ProfileError(f"profile: {name} is {getattr(self, name).dtype}, expected {np.dtype(dtype)}")
+        if self.table.ndim == 2 and self.table.shape[1] and not prediction.uses_token(self.predictor):
+            raise ProfileError(f"profile: a token table of rank {self.table.shape[1]} for predictor {self.predictor!r}")
         if self.table.ndim != 2 or self.curve.ndim != 2 or self.curve.shape[1] != 2 or len(self.curve) < 2:
             raise ProfileError(f"profile: table of shape {self.table.shape}, curve of shape {self.curve.shape}")
         if not (np.diff(self.curve, axis=0) * (1, -1) > 0).all():
@@ -205,7 +210,7 @@ class Profile:
                     raise ProfileError(f"{path}: its content does not match its fingerprint; the file is damaged")
         except FileNotFoundError:
             raise ProfileError(f"{path}: there is no such file") from None
-        except (SafetensorError, OSError, LookupError, TypeError, ValueError, RecursionError) as error:
+        except (SafetensorError, OSError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise ProfileError(f"{path} is not a seqkv profile: {error}") from error
         return profile
 

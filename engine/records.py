@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from seqkv.engine import container
 from seqkv.engine.container import Buffer, Container, Section
 from seqkv.engine.errors import StoreDamaged, StreamError
-from seqkv.engine.form import Form
+from seqkv.engine.form import MAX_DEPTH, Form
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.reference import stream_key
 
@@ -30,6 +30,14 @@ RESOLUTION = 8  # steps a bit in which surprisal is kept: it weighs what to keep
 
 _INLINE, _TOKENS, _SURPRISAL = range(3)  # kinds of a record's sections
 _MOST_TOKENS = 1 << 31
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "str | None": (str, type(None)),
+    "int": (int,),
+    "float": (float, int),
+    "dict": (dict,),
+}
+_KINDS_OF_STREAM = {"key": "str", "reference": "str | None", "depth": "int", "profile": "str | None", "header": "dict"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,10 @@ class Entry:
     created: float
     used: float
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_kind("the index's entry", field.name, getattr(self, field.name), str(field.type))
+
     def to_bytes(self) -> bytes:
         """As an object."""
         return container.write(dataclasses.asdict(self), [])
@@ -67,7 +79,7 @@ class Entry:
         """StoreDamaged."""
         try:
             return cls(**Container.parse(data).header)
-        except (StreamError, TypeError) as error:
+        except (StreamError, TypeError) as error:  # also if there are other entries in the header
             raise StoreDamaged(f"an entry of the index is damaged: {error}") from error
 
 
@@ -126,8 +138,11 @@ class Stream:
 
     def join(self, blobs: Mapping[str, Buffer]) -> bytes:
         """The stream again, from blobs that are what their names say. StoreDamaged if it is not the same."""
-        sections = [Section(p.kind, p.index, p.data if p.blob is None else blobs[p.blob]) for p in self.parts]
-        stream = container.write(self.header, sections)
+        try:
+            sections = [Section(p.kind, p.index, p.data if p.blob is None else blobs[p.blob]) for p in self.parts]
+            stream = container.write(self.header, sections)
+        except (LookupError, TypeError, ValueError) as error:
+            raise StoreDamaged(f"its record is damaged: {error}") from error
         if stream_key(stream) != self.key:
             raise StoreDamaged(f"its parts do not make stream {self.key} again")
         return stream
@@ -149,13 +164,25 @@ class Stream:
             parsed = Container.parse(data)
             parts = []
             for place, (kind, index, blob, size) in enumerate(parsed.header.pop("parts")):
+                _check_kind("a record of the index", "blob", blob, "str | None")
+                _check_kind("a record of the index", "size", size, "int")
                 data = b"" if blob is not None else bytes(parsed.section(_INLINE, place))
                 parts.append(Part(kind, index, blob, size, data))
             ids = container.unpack(parsed.section(_TOKENS), np.int32, max_items=_MOST_TOKENS)
             steps = container.unpack(parsed.section(_SURPRISAL), np.uint16, shape=ids.shape)
-            return cls(**parsed.header, parts=tuple(parts), token_ids=ids, surprisal=_bits(steps))
+            about = parsed.header
+            for entry, kind in _KINDS_OF_STREAM.items():
+                _check_kind("a record of the index", entry, about[entry], kind)
+            if (about["depth"] == 0) != (about["reference"] is None) or not 0 <= about["depth"] <= MAX_DEPTH:
+                raise StreamError(f"altered: depth {about['depth']} with reference {about['reference']}")
+            return cls(**about, parts=tuple(parts), token_ids=ids, surprisal=_bits(steps))
         except (StreamError, LookupError, TypeError, ValueError) as error:
             raise StoreDamaged(f"a record of the index is damaged: {error}") from error
+
+
+def _check_kind(part: str, name: str, value: Any, kind: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, _KINDS[kind]):
+        raise StoreDamaged(f"{part} is damaged: its {name} is {value!r}")
 
 
 def tenant_id(name: str) -> str:

@@ -86,7 +86,7 @@ def verify(index: Index, blobs: Blobs, tenant: str) -> Report:
         if not known and not _replaced(index, owner, name, entry.key):
             broken[owner, entry.key] = "it is missing"
         needs: str | None = entry.key
-        while needs is not None and owner == tenant:
+        while needs is not None and owner == tenant and name not in users[owner, needs]:  # a damaged chain has no end
             users[owner, needs].append(name)
             needs = references.get((owner, needs))
     problems += [Problem(f"stream {key}: {what}", tuple(users[owner, key])) for (owner, key), what in broken.items()]
