@@ -169,7 +169,7 @@ class CompressedCache(Cache):
         """A cache that goes on by itself; streams and model are shared."""
         model = self._model()
         if model is None:
-            raise CacheError("the model of this cache is gone")
+            raise CacheError("the model of this cache is gone: keep it while the cache is used")
         past = self.past
         other = type(self)(
             model, profile=past.profile, kl=past.kl, tier=past.tier, window=self.window, keep_decoded=self.keep_decoded
@@ -251,7 +251,7 @@ class CompressedCache(Cache):
         """What is known when the first tokens are there."""
         model = self._model()
         if model is None:
-            raise CacheError("the model of this cache is gone")
+            raise CacheError("the model of this cache is gone: keep it while the cache is used")
         profile, shape = self.past.profile, []
         for layer in layers:
             shape.append((layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))

@@ -246,7 +246,7 @@ class SeqkvConnector(KVConnectorBase_V1):
         backend: Literal["cpu", "cuda"] = "cuda" if self._pages[0].pages.is_cuda and available() else "cpu"
         kv = self._store.get(load.session, tokens=slice(load.start, load.stop), backend=backend)
         if kv.layers != len(self._pages) or kv.tokens != load.stop - load.start:
-            raise CacheError(f"session {load.session!r} is not of this model")
+            raise CacheError(f"session {load.session!r} is not of this model: give it another name, or delete it")
         slots = paged.slots(load.blocks, self._spec.block_size)
         for pages, keys, values in zip(self._pages, kv.keys, kv.values, strict=True):
             pages.write(slots, paged.tensor(keys), paged.tensor(values))

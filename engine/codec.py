@@ -15,8 +15,8 @@ from seqkv.engine import container, importance, lossless, near, quantiser, rate_
 from seqkv.engine.arrays import current
 from seqkv.engine.cache import ITEM_BYTES, KVCache
 from seqkv.engine.container import Buffer, Container, Section
-from seqkv.engine.errors import CacheError, ProbsError, StreamError
-from seqkv.engine.form import NAMES, TIERS, TOPK_IDS, TOPK_PROBS, Form, chunks, describe
+from seqkv.engine.errors import CacheError, ProbsError, StreamError, reading
+from seqkv.engine.form import NAMES, TIERS, TOKENS, TOPK_IDS, TOPK_PROBS, Form, chunks, describe
 from seqkv.engine.host import needed
 from seqkv.engine.id_coding import Model
 from seqkv.engine.known import Known, plain_ids
@@ -78,7 +78,9 @@ def encode(
     if tier != "tokens" and (model is not None or archive or repair):
         raise ValueError('model, archive and repair are of tier="tokens"')
     if probs.tokens != kv.tokens:
-        raise ProbsError(f"the cache holds {kv.tokens} tokens, the probabilities are of {probs.tokens}")
+        raise ProbsError(
+            f"the cache holds {kv.tokens} tokens, the probabilities are of {probs.tokens}: give those of the same"
+        )
     if tier == "tokens":
         return container.write(*tokens_tier.encode(kv, probs.token_ids, model=model, archive=archive, repair=repair))
     if profile is not None:
@@ -329,14 +331,14 @@ def _rounded(probs: TokenProbs) -> TokenProbs:
 
 
 def _stored_probs(parsed: Container, form: Form, predictor: str, ids: NDArray[np.int64]) -> TokenProbs:
-    try:
-        if predictor != "expectation":
+    if predictor != "expectation":
+        with reading(f"{NAMES[TOKENS]}: altered"):
             return TokenProbs.from_tokens(ids)
+    with reading(NAMES[TOPK_IDS]):
         topk = container.unpack(parsed.section(TOPK_IDS), np.int32, max_items=form.tokens * 1024)
+    with reading(NAMES[TOPK_PROBS]):
         rows = container.unpack(parsed.section(TOPK_PROBS), np.float16, shape=topk.shape).astype(np.float32)
         return TokenProbs(ids, topk, rows, np.zeros(form.tokens, np.float32))
-    except ProbsError as error:
-        raise StreamError(f"altered: {error}") from error
 
 
 def _range(part: slice | None, size: int, what: str) -> range:
@@ -344,5 +346,5 @@ def _range(part: slice | None, size: int, what: str) -> range:
         raise ValueError(f"{what}: a slice without a step is needed")
     out = range(size)[part] if part is not None else range(size)
     if len(out) == 0:
-        raise CacheError(f"nothing is left: {what} {part} of {size}")
+        raise CacheError(f"nothing is left of {size} {what} by {part}: give a slice within 0 to {size}")
     return out

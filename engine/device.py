@@ -22,8 +22,8 @@ from seqkv.cuda_kernels.linear import multiply
 from seqkv.engine import layout, near, quantiser
 from seqkv.engine.cache import KVCache, Rope
 from seqkv.engine.container import Container, Section
-from seqkv.engine.errors import ProbsError, StreamError
-from seqkv.engine.form import CHUNK, MEANS, SCALES, Form, chunk_bounds, chunks
+from seqkv.engine.errors import StreamError, reading
+from seqkv.engine.form import CHUNK, MEANS, NAMES, SCALES, TOKENS, Form, chunk_bounds, chunks
 from seqkv.engine.host import needed
 from seqkv.engine.matrices import Batch, Decoded, forward_matrices, matrices
 from seqkv.engine.modes import Mode
@@ -73,10 +73,9 @@ def decode_chunks(
     layers = len(form.shape) if mode.sequential else depth.stop  # that must be decoded
     for some in _batches(mode, needed(mode, wanted)):
         steps = [form.steps[chunk] for chunk in some]
-        try:
+        those = f"chunks {some.start} to {some.stop - 1}"
+        with reading(f"{those}: {NAMES[TOKENS]}: altered"):
             batch = Batch(_bounds(some, form.tokens), mode, probs, classes, steps)
-        except ProbsError as error:
-            raise StreamError(f"altered: {error}") from error
         scales = [mode.stored_scale(parsed, chunk, step) for chunk, step in zip(some, steps, strict=True)]
         alike = 1 if not mode.sequential and len(set(steps)) == 1 else len(some)  # rows of base that differ
         base = xp.asarray(np.stack([s.at_step(step) for s, step in zip(scales[:alike], steps[:alike], strict=True)]))
@@ -89,7 +88,7 @@ def decode_chunks(
             for decoder in decoders:
                 decoder.check(partial=layers < len(form.shape))
         except CorruptGroup as error:
-            raise StreamError(f"altered chunk: {error}") from error
+            raise StreamError(f"{those}, counted from 0: altered: {error}") from error
         if mode.sequential:
             mode.learn(decoded.whole())
 
@@ -109,7 +108,10 @@ def _decoder(
     tokens: NDArray[np.int32],
 ) -> coder.Decoder:
     """Of the sections of one kind of some chunks."""
-    parts = [near.split(scale, parsed.section(kind, chunk)) for chunk, scale in zip(some, scales, strict=True)]
+    parts = []
+    for chunk, scale in zip(some, scales, strict=True):
+        with reading(f"chunk {chunk}: {NAMES[kind]}"):
+            parts.append(near.split(scale, parsed.section(kind, chunk)))
     live = np.stack([live for live, _ in parts]).astype(np.uint8)
     return coder.Decoder([group for _, group in parts], live, first, tokens, int(tokens.sum()))
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from seqkv.engine.cache import KVCache
 from seqkv.engine.container import Container
-from seqkv.engine.form import DIGESTS, SEAL, Form, chunk_bounds, chunks
+from seqkv.engine.errors import reading
+from seqkv.engine.form import DIGESTS, NAMES, SEAL, Form, chunk_bounds, chunks
 
 
 def digests(kv: KVCache, ids: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -51,7 +52,8 @@ def stored(found: NDArray[np.uint8]) -> bytes:
 
 def read(parsed: Container, form: Form) -> tuple[bytes, NDArray[np.uint8]]:
     """What a stream kept: all of it, and the first bytes of the digests, [chunks, 1 + layers]."""
-    kept = bytes(parsed.section(DIGESTS))
+    with reading(NAMES[DIGESTS]):
+        kept = bytes(parsed.section(DIGESTS))
     return kept, np.frombuffer(kept, np.uint8, offset=SEAL).reshape(chunks(form.tokens), 1 + len(form.shape))
 
 
@@ -61,6 +63,6 @@ def difference(kept: bytes, found: NDArray[np.uint8]) -> str | None:
         return None
     places = np.argwhere(np.frombuffer(kept, np.uint8, offset=SEAL).reshape(found.shape[:2]) != found[:, :, 0])
     if len(places) == 0:
-        return "somewhere"
+        return "somewhere: only the seal over all digests tells"
     chunk, layer = (int(i) for i in places[0])
     return f"in chunk {chunk}" + (f", layer {layer - 1}" if layer else ": its token ids")

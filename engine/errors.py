@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class SeqkvError(Exception):
-    """Base of all errors below: catch it to catch every refusal of seqkv."""
+    """Base of all errors below: catch it to catch every refusal of a cache, a stream, a profile or a store.
+
+    Not below it: ValueError and TypeError, for arguments that are wrong whatever the data, and DeviceError, if there is
+    no device to code on.
+    """
 
 
 class CacheError(SeqkvError):
@@ -81,3 +88,12 @@ class CalibrationError(SeqkvError):
 
     Too little text, or text too uniform for the number of coefficients. Give more, and more varied, text.
     """
+
+
+@contextlib.contextmanager
+def reading(part: str) -> Iterator[None]:
+    """Lets what is wrong with a part of a stream begin with its name; all of it is a StreamError, bad token ids too."""
+    try:
+        yield
+    except (StreamError, ProbsError) as error:
+        raise StreamError(f"{part}: {error}") from error

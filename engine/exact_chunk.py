@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from seqkv.engine import container, exact_values
 from seqkv.engine.container import Container, Section
-from seqkv.engine.errors import StreamError
+from seqkv.engine.errors import StreamError, reading
 from seqkv.engine.exact_model import Model, power
 from seqkv.engine.exact_values import FORMATS, Format
 from seqkv.engine.form import Form, chunk_bounds
@@ -187,29 +187,35 @@ class Stored:
         """layers: how many from the first on will be asked for."""
         start, stop = chunk_bounds(chunk, form.tokens)
         count, total = stop - start, int(model.starts[-1])
-        sizes = container.unpack(parsed.section(SIZES, chunk), np.int64, shape=(len(model.widths),))
-        bits = parsed.section(BITS, chunk)
+        with reading(NAMES[SIZES]):
+            sizes = container.unpack(parsed.section(SIZES, chunk), np.int64, shape=(len(model.widths),))
+        with reading(NAMES[BITS]):
+            bits = parsed.section(BITS, chunk)
         if (np.abs(sizes) > len(bits)).any() or np.abs(sizes).sum() != len(bits) or (sizes[sizes >= 0] % 4).any():
-            raise StreamError("altered: the sizes of a chunk's blocks are not those of its bits")
-        grids = model.scale + container.unpack(parsed.section(GRIDS, chunk), np.int8, shape=(total,))
-        grids = grids.astype(np.int8).astype(np.int64)
+            raise StreamError("sizes: altered: they are not those of the bits below")
+        with reading(NAMES[GRIDS]):
+            change = container.unpack(parsed.section(GRIDS, chunk), np.int8, shape=(total,))
+        grids = (model.scale + change).astype(np.int8).astype(np.int64)
         live = np.repeat(sizes >= 0, model.widths)
         numbers = FORMATS[form.dtype]
         if ((grids < 1 - numbers.bias) | (grids > _MOST))[live].any():
-            raise StreamError("altered: a grid is out of range")
-        digests = container.unpack(parsed.section(DIGESTS, chunk), np.uint64, shape=(len(form.shape),))
+            raise StreamError("grids: altered: one is out of range")
+        with reading(NAMES[DIGESTS]):
+            digests = container.unpack(parsed.section(DIGESTS, chunk), np.uint64, shape=(len(form.shape),))
         strange = np.zeros((3, 0), np.int64)
         if (STRANGE, chunk) in parsed.sections:
-            strange = container.unpack(parsed.section(STRANGE, chunk), np.int64, max_items=3 * count * total)
-            if strange.ndim != 2 or len(strange) != 3 or (strange < 0).any() or (strange[0] >= len(sizes)).any():
-                raise StreamError("altered: numbers without a place")
-            if (strange[1] >= count * np.array(model.widths)[strange[0]]).any() or (strange[2] >= 1 << 32).any():
-                raise StreamError("altered: numbers without a place")
+            with reading(NAMES[STRANGE]):
+                strange = container.unpack(parsed.section(STRANGE, chunk), np.int64, max_items=3 * count * total)
+                if strange.ndim != 2 or len(strange) != 3 or (strange < 0).any() or (strange[0] >= len(sizes)).any():
+                    raise StreamError("altered: a block is none of the stream's")
+                if (strange[1] >= count * np.array(model.widths)[strange[0]]).any() or (strange[2] >= 1 << 32).any():
+                    raise StreamError("altered: a place is outside its block")
         contexts = _contexts(model, sizes, count)
-        try:
-            symbols = decode_group(parsed.section(SYMBOLS, chunk), count, *contexts, segments=2 * layers)
-        except CorruptGroup as error:
-            raise StreamError(f"altered chunk: {error}") from error
+        with reading(NAMES[SYMBOLS]):
+            try:
+                symbols = decode_group(parsed.section(SYMBOLS, chunk), count, *contexts, segments=2 * layers)
+            except CorruptGroup as error:
+                raise StreamError(f"altered: {error}") from error
         return cls(model, numbers, count, sizes, grids, symbols, bits, strange, digests)
 
     def block(self, block: int, predicted: NDArray[np.int32]) -> NDArray[np.uint32]:
@@ -217,14 +223,15 @@ class Stored:
         form, here, shape = self.form, self.model.columns(block), (self.tokens, self.model.widths[block])
         data = self.bits[self.ends[block] : self.ends[block + 1]]
         if self.sizes[block] < 0:
-            bits = _from_planes(data, shape, form)
+            with reading(f"{NAMES[BITS]}, layer {block // 2}"):
+                bits = _from_planes(data, shape, form)
         else:
             bits, grid = np.empty(shape, np.uint32), self.grids[here]
             words = np.frombuffer(data, "<u4").astype(np.uint32, copy=False)
             kind, start = (form.exponent, form.mantissa, form.bias), int(self.starts[block])
             scale = power(-grid) * self.model.unit[here]
             if not exact_values.joined(self.symbols, start, predicted, scale, grid, kind, words, bits):
-                raise StreamError("altered: a block does not end where its last number does")
+                raise StreamError(f"bits below, layer {block // 2}: altered: do not end where the last number does")
             odd = self.strange[:, self.strange[0] == block]
             bits.reshape(-1)[odd[1]] = odd[2].astype(np.uint32)
         plain = bits.astype(np.dtype(form.bits).newbyteorder("<"))

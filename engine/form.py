@@ -9,7 +9,7 @@ import numpy as np
 from seqkv.engine import container, near, rate_control
 from seqkv.engine.cache import KVCache, Rope
 from seqkv.engine.container import Container, Section
-from seqkv.engine.errors import SeqkvError, StreamError
+from seqkv.engine.errors import SeqkvError, StreamError, reading
 
 TOKENS, TOPK_IDS, TOPK_PROBS, POSITIONS, CLASSES, CHUNK, CHANNELS, SCALES, RUNS, DELTA = range(1, 11)  # kinds
 MEANS, DELTA_MEANS = 11, 12
@@ -48,13 +48,15 @@ class Form:
                 raise StreamError(f"tier {self.tier!r} is not known to this version")
             self.dtype: str = header["dtype"]
             self.storage = np.dtype({"float32": "f4", "float16": "f2", "bfloat16": "f4"}[self.dtype])
-            self.tokens = _count(header["tokens"], _MOST_TOKENS)
-            self.shape = tuple((_count(h), _count(k), _count(v)) for h, k, v in header["shape"])
+            self.tokens = _count("tokens", header["tokens"], _MOST_TOKENS)
+            self.shape = tuple(
+                (_count("heads", h), _count("widths", k), _count("widths", v)) for h, k, v in header["shape"]
+            )
             if len(self.shape) == 1:
-                self.shape *= _count(header.get("layers", 1))  # all alike
+                self.shape *= _count("layers", header.get("layers", 1))  # all alike
             self.profile: str | None = header["profile"]
             self.reference: str | None = header.get("reference")
-            self.depth = 0 if self.reference is None else _count(header["depth"], MAX_DEPTH)
+            self.depth = 0 if self.reference is None else _count("depth", header["depth"], MAX_DEPTH)
             self.steps = [int(i) for i in header["steps"]]  # of chunks, in the near tier
             ropes = [None if r is None else Rope.from_dict(r) for r in header["ropes"]]
             self.rope = [ropes[i] for i in header["rope"]] if len(ropes) > 1 else ropes * len(self.shape)
@@ -62,30 +64,37 @@ class Form:
             if header.get("positions") == "arange":
                 self.positions = np.arange(self.tokens, dtype=np.int64)
             else:
-                self.positions = container.unpack(parsed.section(POSITIONS), np.int64, shape=(self.tokens,))
+                with reading(NAMES[POSITIONS]):
+                    self.positions = container.unpack(parsed.section(POSITIONS), np.int64, shape=(self.tokens,))
         except StreamError:
             raise
         except (SeqkvError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise StreamError(f"altered: the header cannot be understood: {error!r}") from error
+            raise StreamError(f"altered: the header cannot be understood: {type(error).__name__}: {error}") from error
         if (self.positions[1:] <= self.positions[:-1]).any() or self.positions[0] < 0:
             raise StreamError("altered: positions do not increase")
 
     def _check(self, parsed: Container) -> None:
         """StreamError unless the numbers fit together."""
-        fine = all(rate_control.COARSEST <= i <= rate_control.FINEST for i in self.steps)
+        layers = len(self.shape)
+        if not layers or len(self.rope) != layers:
+            raise StreamError(f"altered: the header has {layers} layers and the rotations of {len(self.rope)}")
         steps = chunks(self.tokens) if self.tier == "near" else 0
-        if not self.shape or len(self.rope) != len(self.shape) or len(self.steps) != steps or not fine:
-            raise StreamError("altered: the header contradicts itself")
+        if len(self.steps) != steps:
+            raise StreamError(f"altered: the header has {len(self.steps)} steps for {steps} chunks")
+        for chunk, step in enumerate(self.steps):
+            if not rate_control.COARSEST <= step <= rate_control.FINEST:
+                raise StreamError(f"altered: the header's step index of chunk {chunk} is {step}, out of range")
         if self.tier == "lossless":
             for chunk in range(chunks(self.tokens)):  # ends at the first that is missing
                 parsed.length(TOKENS, chunk)
-        digests = SEAL + chunks(self.tokens) * (1 + len(self.shape))
+        digests = SEAL + chunks(self.tokens) * (1 + layers)
         if self.tier == "tokens" and parsed.length(DIGESTS) != digests:
             raise StreamError("altered: there are more or fewer digests than the header has chunks and layers")
-        for rope, (_, width, _) in zip(self.rope, self.shape, strict=True):
+        for layer, (rope, (_, width, _)) in enumerate(zip(self.rope, self.shape, strict=True)):
             # the compiled rotation does not check its indices
             if rope is not None and rope.rotary_dim > width:
-                raise StreamError(f"altered: a rope turns {rope.rotary_dim} channels, the keys have {width}")
+                turned = f"{rope.rotary_dim} channels are turned, keys have {width}"
+                raise StreamError(f"altered: the header's rotation of layer {layer}: {turned}")
 
 
 def describe(kv: KVCache) -> tuple[dict[str, Any], list[Section]]:
@@ -110,7 +119,7 @@ def chunk_bounds(chunk: int, tokens: int) -> tuple[int, int]:
     return chunk * near.CHUNK, min((chunk + 1) * near.CHUNK, tokens)
 
 
-def _count(value: Any, most: int = 1 << 20) -> int:
+def _count(name: str, value: Any, most: int = 1 << 20) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise StreamError(f"altered: {value!r} where a number from 1 to {most} is expected")
+        raise StreamError(f"altered: the header's {name}: {value!r} where a number from 1 to {most} is expected")
     return value

@@ -15,8 +15,8 @@ from seqkv.engine import delta, importance, layout, near, prediction
 from seqkv.engine.arrays import round_to_bfloat16
 from seqkv.engine.cache import KVCache
 from seqkv.engine.container import Container, Section
-from seqkv.engine.errors import ProbsError, StreamError
-from seqkv.engine.form import CHUNK, DELTA, DELTA_MEANS, MEANS, SCALES, Form, chunk_bounds, chunks
+from seqkv.engine.errors import reading
+from seqkv.engine.form import CHUNK, DELTA, DELTA_MEANS, MEANS, NAMES, SCALES, TOKENS, Form, chunk_bounds, chunks
 from seqkv.engine.layout import Turns
 from seqkv.engine.modes import Mode
 from seqkv.engine.probs import TokenProbs
@@ -106,14 +106,13 @@ class Coding:
     def unpack(self, chunk: int, layers: int) -> Unpacked:
         """The symbols of a chunk's first layers. StreamError on damage."""
         form, mode, starts = self.form, self.mode, self.mode.starts
-        try:
+        with reading(f"chunk {chunk}: {NAMES[TOKENS]}: altered"):
             side = side_of(mode, self.probs, self.classes, form.steps[chunk], *chunk_bounds(chunk, form.tokens))
-        except ProbsError as error:
-            raise StreamError(f"altered: {error}") from error
         scale = mode.stored_scale(self.parsed, chunk, side.step)
 
         def read(kind: int, some: near.Side, shift: int = 0) -> near.Symbols:
-            return near.decode_symbols(scale, starts, some, self.parsed.section(kind, chunk), layers, shift)
+            with reading(f"chunk {chunk}: {NAMES[kind]}"):
+                return near.decode_symbols(scale, starts, some, self.parsed.section(kind, chunk), layers, shift)
 
         held = self._held(chunk)
         own = delta.part(side, ~held) if held.any() else side

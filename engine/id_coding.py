@@ -106,7 +106,7 @@ def read(data: memoryview, tokens: int, vocab: int, model: Model | None) -> Iter
             if predicted is not None:
                 predicted.unseen.extend(ids.tolist())
         if decoder.exhausted and not doubtful:
-            raise StreamError(f"altered: the token ids end within chunk {chunk}")
+            raise StreamError(f"chunk {chunk}: token ids: altered: they end within it")
         yield ids, doubtful
 
 

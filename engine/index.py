@@ -114,7 +114,10 @@ class SqliteIndex:
                             self._run(statement)
             version = self._number("PRAGMA user_version")
         if version != VERSION:
-            raise StoreError(f"{path} is an index of version {version}, this release reads version {VERSION} only")
+            raise StoreError(
+                f"{path} is an index of version {version}, this release reads version {VERSION} only: use the one that "
+                "wrote it, or another folder"
+            )
         self._reserve = path.with_name("reserve")
         self._keep_back()
 
@@ -144,7 +147,7 @@ class SqliteIndex:
     def stream(self, tenant: str, key: str) -> Stream | None:
         with self._translated():
             rows = self._rows("SELECT record FROM streams WHERE tenant = ? AND key = ?", tenant, key)
-        return Stream.from_bytes(rows[0][0]) if rows else None
+        return Stream.from_bytes(rows[0][0], key) if rows else None
 
     def keys(self) -> list[tuple[str, str]]:
         with self._translated():

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from seqkv.engine import container, importance, near
 from seqkv.engine.container import Container, Section
-from seqkv.engine.form import CLASSES, TOKENS, Form, chunk_bounds
+from seqkv.engine.errors import reading
+from seqkv.engine.form import CLASSES, NAMES, TOKENS, Form, chunk_bounds
 
 if TYPE_CHECKING:
     from seqkv.engine.reference import Aligned
@@ -39,14 +40,16 @@ class Known:
             part = slice(*chunk_bounds(chunk, form.tokens))
             count, expected = part.stop - part.start, None if aligned is None else aligned.known(part)
             own = np.ones(count, bool) if expected is None else expected.classes[0] == near.UNKNOWN
-            ids = container.unpack(parsed.section(TOKENS, chunk), np.uint32, shape=(int(own.sum()),))
+            with reading(f"chunk {chunk}: {NAMES[TOKENS]}"):
+                ids = container.unpack(parsed.section(TOKENS, chunk), np.uint32, shape=(int(own.sum()),))
             if expected is not None:
                 known.ids[part] = expected.ids
             known.ids[part][own] = ids
-            data = parsed.section(CLASSES, chunk)
-            known.classes[:, part] = near.unpack_classes(
-                data, len(form.shape), count, begins and chunk == 0, None if expected is None else expected.classes
-            )
+            given = None if expected is None else expected.classes
+            with reading(f"chunk {chunk}: {NAMES[CLASSES]}"):
+                data = parsed.section(CLASSES, chunk)
+                classes = near.unpack_classes(data, len(form.shape), count, begins and chunk == 0, given)
+            known.classes[:, part] = classes
         return known
 
     def sections(self, chunk: int, aligned: Aligned | None = None) -> list[Section]:
@@ -73,5 +76,6 @@ def plain_ids(parsed: Container, form: Form, some: range) -> NDArray[np.int64]:
     ids = np.zeros(form.tokens, np.int64)
     for chunk in some:
         start, stop = chunk_bounds(chunk, form.tokens)
-        ids[start:stop] = container.unpack(parsed.section(TOKENS, chunk), np.uint32, shape=(stop - start,))
+        with reading(f"chunk {chunk}: {NAMES[TOKENS]}"):
+            ids[start:stop] = container.unpack(parsed.section(TOKENS, chunk), np.uint32, shape=(stop - start,))
     return ids

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from seqkv.engine import importance, near, prediction, quantiser
 from seqkv.engine.container import Buffer, Container
-from seqkv.engine.errors import CacheError, ProbsError, StreamError
-from seqkv.engine.form import Form, chunks
+from seqkv.engine.errors import CacheError, reading
+from seqkv.engine.form import NAMES, TOKENS, Form, chunks
 from seqkv.engine.host import WORKERS, Coding, Unpacked
 from seqkv.engine.known import Known
 from seqkv.engine.layout import Turns
@@ -46,7 +46,7 @@ class LayerDecoder:
         opened = [_open(stream, profile) for stream in streams]
         forms = [coding.form for coding in opened]
         if len({(form.dtype, *form.rope) for form in forms}) != 1:
-            raise CacheError("the streams are not of one sequence: their dtype or rotation differs")
+            raise CacheError("the streams are not of one sequence, their dtype or rotation differs: decode each alone")
         self._profile, self._rope, self.layer = profile, forms[0].rope, 0
         layers = len(profile.shape)
         work = [(coding, chunk) for coding in opened for chunk in range(chunks(coding.form.tokens))]
@@ -59,12 +59,9 @@ class LayerDecoder:
         self._turns = Turns(self._positions)
         self._gains = np.concatenate([one.side.gain for one in unpacked], axis=1)
         ids = np.concatenate([coding.probs.token_ids for coding in opened])
-        try:
-            self._rows, self._index = prediction.token_rows(
-                profile.table, TokenProbs.from_tokens(ids), profile.predictor
-            )
-        except ProbsError as error:
-            raise StreamError(f"altered: {error}") from error
+        with reading(f"{NAMES[TOKENS]}: altered"):
+            given = TokenProbs.from_tokens(ids)
+            self._rows, self._index = prediction.token_rows(profile.table, given, profile.predictor)
         self._decoded: dict[int, NDArray[np.float32]] = {}
 
     @property
@@ -153,7 +150,10 @@ def _open(stream: Buffer, profile: Profile) -> Coding:
     parsed = Container.parse(stream)
     form = Form(parsed)
     if form.tier != "near" or form.reference is not None or form.profile is None:
-        raise CacheError("only streams of the near tier, with a profile and without a reference, decode layer by layer")
+        raise CacheError(
+            "only streams of the near tier, with a profile and without a reference, decode layer by layer: use "
+            "engine.decode"
+        )
     mode = stored_mode(parsed, form, profile)
     known = Known.read(parsed, form, range(chunks(form.tokens)))
     return Coding(parsed, form, mode, TokenProbs.from_tokens(known.ids), known.classes, None)

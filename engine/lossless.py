@@ -22,11 +22,12 @@ from seqkv.cuda_kernels.errors import DeviceError
 from seqkv.engine import container
 from seqkv.engine.cache import KVCache
 from seqkv.engine.container import Container, Section
-from seqkv.engine.errors import ProfileError, StreamError
+from seqkv.engine.errors import ProfileError, StreamError, reading
 from seqkv.engine.exact_chunk import CHANNELS, NAMES, SYMBOLS, Coded, Stored, as_float32
 from seqkv.engine.exact_model import LARGEST_EXPONENT, Model, measured
 from seqkv.engine.exact_prediction import Prediction
 from seqkv.engine.exact_values import FORMATS
+from seqkv.engine.form import NAMES as form_names
 from seqkv.engine.form import TOKENS, Form, chunk_bounds, chunks
 from seqkv.engine.host import WORKERS
 from seqkv.engine.known import plain_ids
@@ -74,12 +75,14 @@ def decode(parsed: Container, form: Form, profile: Profile | None, wanted: range
     """The tokens `wanted` of the layers `depth`. ProfileError for another profile, StreamError on damage."""
     _check_profile(form, profile)
     total = sum(heads * (k + v) for heads, k, v in form.shape)
-    channels = container.unpack(parsed.section(CHANNELS), np.int16, shape=(2, total))
-    if np.abs(channels[0].astype(np.int64)).max() > LARGEST_EXPONENT:
-        raise StreamError("altered: the scale of a channel is out of range")
+    with reading(NAMES[CHANNELS]):
+        channels = container.unpack(parsed.section(CHANNELS), np.int16, shape=(2, total))
+        if np.abs(channels[0].astype(np.int64)).max() > LARGEST_EXPONENT:
+            raise StreamError("altered: the scale of a channel is out of range")
     some = range(wanted.start // CHUNK, chunks(wanted.stop))
     for chunk in some:
-        parsed.length(SYMBOLS, chunk)  # before anything of their size is made
+        with reading(f"chunk {chunk}: {NAMES[SYMBOLS]}"):
+            parsed.length(SYMBOLS, chunk)  # before anything of their size is made
     ids, numbers = plain_ids(parsed, form, some), FORMATS[form.dtype]
     kind = np.float16 if form.dtype == "float16" else np.float32
     sides = [
@@ -94,8 +97,12 @@ def decode(parsed: Container, form: Form, profile: Profile | None, wanted: range
             try:
                 prediction = Prediction(model, form.rope, form.positions[start:stop], ids[start:stop])
             except ProfileError as error:
-                raise StreamError(f"altered: {error}") from error
-            stored = Stored.read(parsed, model, form, chunk, depth.stop)
+                raise StreamError(f"chunk {chunk}: {form_names[TOKENS]}: altered: {error}") from error
+            with reading(f"chunk {chunk}"):
+                restore(chunk, prediction, Stored.read(parsed, model, form, chunk, depth.stop))
+
+        def restore(chunk: int, prediction: Prediction, stored: Stored) -> None:
+            start, stop = chunk_bounds(chunk, form.tokens)
             begin, end = max(start, wanted.start), min(stop, wanted.stop)
             for block in range(2 * depth.stop):
                 values = numbers.values(stored.block(block, prediction.expected(block)))
@@ -116,7 +123,7 @@ def _check_profile(form: Form, profile: Profile | None) -> None:
         return
     if profile is None or profile.fingerprint != form.profile:
         given = "no profile was given" if profile is None else f"the profile given is {profile.fingerprint}"
-        raise ProfileError(f"the stream was encoded with profile {form.profile}, {given}")
+        raise ProfileError(f"the stream was encoded with profile {form.profile}, {given}: give that one")
     if profile.shape != form.shape:
         raise StreamError("altered: its shape is not its profile's")
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from seqkv.engine import container, free, importance, near
 from seqkv.engine.cache import KVCache
 from seqkv.engine.container import Container, Section
-from seqkv.engine.errors import ProfileError, StreamError
-from seqkv.engine.form import CHANNELS, SCALES, Form
+from seqkv.engine.errors import ProfileError, StreamError, reading
+from seqkv.engine.form import CHANNELS, NAMES, SCALES, Form
 from seqkv.engine.layout import block_starts, block_widths
 from seqkv.engine.profile import Profile
 
@@ -97,7 +97,8 @@ class Free:
         return near.Scale(free.places(classes, step)), container.pack(classes)
 
     def stored_scale(self, parsed: Container, chunk: int, step: int) -> near.Scale:
-        stored = container.unpack(parsed.section(SCALES, chunk), np.int8, shape=(int(self.starts[-1]),))
+        with reading(f"chunk {chunk}: {NAMES[SCALES]}"):
+            stored = container.unpack(parsed.section(SCALES, chunk), np.int8, shape=(int(self.starts[-1]),))
         return near.Scale(free.places(stored, step))
 
     def sections(self) -> list[Section]:
@@ -111,10 +112,12 @@ def stored_mode(parsed: Container, form: Form, profile: Profile | None) -> Mode:
     """What a stream was coded with. ProfileError if that is another profile than the one given."""
     if form.profile is None:
         total = sum(heads * (k + v) for heads, k, v in form.shape)
-        return Free(form.shape, container.unpack(parsed.section(CHANNELS), np.int16, shape=(2, total)))
+        with reading(NAMES[CHANNELS]):
+            channels = container.unpack(parsed.section(CHANNELS), np.int16, shape=(2, total))
+        return Free(form.shape, channels)
     if profile is None or profile.fingerprint != form.profile:
         given = "no profile was given" if profile is None else f"the profile given is {profile.fingerprint}"
-        raise ProfileError(f"the stream was encoded with profile {form.profile}, {given}")
+        raise ProfileError(f"the stream was encoded with profile {form.profile}, {given}: give that one")
     if profile.shape != form.shape:
         raise StreamError("altered: its shape is not its profile's")
     return Calibrated(profile)

@@ -71,7 +71,7 @@ class ObjectIndex:
 
     def stream(self, tenant: str, key: str) -> Stream | None:
         data = self._read(_stream(tenant, key))
-        return None if data is None else Stream.from_bytes(data)
+        return None if data is None else Stream.from_bytes(data, key)
 
     def keys(self) -> list[tuple[str, str]]:
         return [_place(name) for name in self._objects.under("streams")]
@@ -196,7 +196,7 @@ class ObjectIndex:
                     known.entries[_place(name)[0], entry.name] = entry
             for name, data in self._objects.read(list(self._objects.under("streams"))).items():
                 with contextlib.suppress(StoreDamaged):
-                    known.streams[_place(name)] = Stream.from_bytes(data)
+                    known.streams[_place(name)] = Stream.from_bytes(data, name)
                     known.sizes[_place(name)] = len(data)
             self._known = known
             return known

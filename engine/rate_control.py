@@ -72,4 +72,5 @@ def check(kl: float | None, step: float | None) -> None:
         if value is not None and not (np.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be a positive number, not {value}")
     if step is not None and not COARSEST < quantiser.step_index(step) < FINEST:
-        raise ValueError(f"step {step} is out of range")
+        bounds = f"{quantiser.step_size(FINEST):.3g} to {quantiser.step_size(COARSEST):.3g}"
+        raise ValueError(f"step {step} is out of range: {bounds}")

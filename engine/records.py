@@ -80,7 +80,7 @@ class Entry:
         try:
             return cls(**Container.parse(data).header)
         except (StreamError, TypeError) as error:  # also if there are other entries in the header
-            raise StoreDamaged(f"an entry of the index is damaged: {error}") from error
+            raise StoreDamaged(f"the index's entry is damaged: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ class Stream:
             sections = [Section(p.kind, p.index, p.data if p.blob is None else blobs[p.blob]) for p in self.parts]
             stream = container.write(self.header, sections)
         except (LookupError, TypeError, ValueError) as error:
-            raise StoreDamaged(f"its record is damaged: {error}") from error
+            raise StoreDamaged(f"the index's record of stream {self.key} is damaged: {error}") from error
         if stream_key(stream) != self.key:
-            raise StoreDamaged(f"its parts do not make stream {self.key} again")
+            raise StoreDamaged(f"its parts do not make stream {self.key} again: put the session again")
         return stream
 
     @functools.cached_property
@@ -158,26 +158,26 @@ class Stream:
         return container.write(header, sections)
 
     @classmethod
-    def from_bytes(cls, data: Buffer) -> Stream:
-        """From its record. StoreDamaged."""
+    def from_bytes(cls, data: Buffer, name: str) -> Stream:
+        """From its record; name: of the stream, for errors. StoreDamaged."""
         try:
             parsed = Container.parse(data)
             parts = []
             for place, (kind, index, blob, size) in enumerate(parsed.header.pop("parts")):
-                _check_kind("a record of the index", "blob", blob, "str | None")
-                _check_kind("a record of the index", "size", size, "int")
+                _check_kind(f"the index's record of stream {name}", "blob", blob, "str | None")
+                _check_kind(f"the index's record of stream {name}", "size", size, "int")
                 data = b"" if blob is not None else bytes(parsed.section(_INLINE, place))
                 parts.append(Part(kind, index, blob, size, data))
             ids = container.unpack(parsed.section(_TOKENS), np.int32, max_items=_MOST_TOKENS)
             steps = container.unpack(parsed.section(_SURPRISAL), np.uint16, shape=ids.shape)
             about = parsed.header
             for entry, kind in _KINDS_OF_STREAM.items():
-                _check_kind("a record of the index", entry, about[entry], kind)
+                _check_kind(f"the index's record of stream {name}", entry, about[entry], kind)
             if (about["depth"] == 0) != (about["reference"] is None) or not 0 <= about["depth"] <= MAX_DEPTH:
                 raise StreamError(f"altered: depth {about['depth']} with reference {about['reference']}")
             return cls(**about, parts=tuple(parts), token_ids=ids, surprisal=_bits(steps))
         except (StreamError, LookupError, TypeError, ValueError) as error:
-            raise StoreDamaged(f"a record of the index is damaged: {error}") from error
+            raise StoreDamaged(f"the index's record of stream {name} is damaged: {error}") from error
 
 
 def _check_kind(part: str, name: str, value: Any, kind: str) -> None:

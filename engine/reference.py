@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from seqkv.engine import container, host, importance, near, quantiser
 from seqkv.engine.align import Aligner
 from seqkv.engine.container import Buffer, Container, Section
-from seqkv.engine.errors import ProfileError, StreamError
-from seqkv.engine.form import CHUNK, CLASSES, DELTA, MAX_DEPTH, MEANS, RUNS, TOKENS, Form, chunk_bounds, chunks
+from seqkv.engine.errors import ProfileError, StreamError, reading
+from seqkv.engine.form import CHUNK, CLASSES, DELTA, MAX_DEPTH, MEANS, NAMES, RUNS, TOKENS, Form, chunk_bounds, chunks
 from seqkv.engine.known import Known
 from seqkv.engine.modes import stored_mode
 from seqkv.engine.probs import TokenProbs
@@ -49,14 +49,15 @@ class Reference:
         self.parsed = Container.parse(stream)
         self.form = Form(self.parsed)
         if self.form.profile is None:
-            raise StreamError("a stream that was coded without a profile cannot be a reference")
+            raise StreamError("a stream that was coded without a profile cannot be a reference: encode with one")
         self.key, self.depth = stream_key(stream), self.form.depth
         self.mode = stored_mode(self.parsed, self.form, profile)
         self.aligned = Aligned.read(self.parsed, self.form, profile, find)
-        self.known = Known.read(self.parsed, self.form, range(chunks(self.form.tokens)), self.aligned)
-        self.token_ids = self.known.ids
-        if int(self.token_ids.max()) > LARGEST_ID:
-            raise StreamError(f"altered: token id {int(self.token_ids.max())} is beyond every vocabulary")
+        with reading(f"reference {self.key}"):
+            self.known = Known.read(self.parsed, self.form, range(chunks(self.form.tokens)), self.aligned)
+            self.token_ids = self.known.ids
+            if int(self.token_ids.max()) > LARGEST_ID:
+                raise StreamError(f"token ids: altered: {int(self.token_ids.max())} is beyond every vocabulary")
         self._decoded: OrderedDict[int, NDArray[np.float32]] = OrderedDict()
 
     @classmethod
@@ -76,10 +77,15 @@ class Reference:
         find = given if callable(given) else None
         stream = given if find is None else find(str(form.reference))
         if stream is None:
-            raise StreamError(f"the stream was coded against reference {form.reference}, which was not given")
+            raise StreamError(
+                f"the stream was coded against reference {form.reference}, which was not given (reference=...)"
+            )
         key, there = (stream.key, stream.form) if isinstance(stream, cls) else _key_and_form(stream)
         if key != form.reference:
-            raise StreamError(f"the stream was coded against reference {form.reference}, the one given is {key}")
+            raise StreamError(
+                f"the stream was coded against reference {form.reference}, the one given is {key}: another stream, or "
+                "it was altered"
+            )
         if (there.depth + 1, there.profile, there.shape) != (form.depth, form.profile, form.shape):
             raise StreamError(f"altered: no stream like this was ever coded against reference {key}")
         return cls.of(stream, profile, find)
@@ -105,7 +111,9 @@ class Reference:
         """Decoded blocks of a chunk, side by side, keys un-rotated: [tokens, coefs]."""
         if chunk not in self._decoded:
             coding = host.Coding(self.parsed, self.form, self.mode, self.probs, self.known.classes, self.aligned)
-            self._decoded[chunk] = coding.decode(coding.unpack(chunk, len(self.form.shape)), len(self.form.shape))
+            with reading(f"reference {self.key}"):
+                unpacked = coding.unpack(chunk, len(self.form.shape))
+            self._decoded[chunk] = coding.decode(unpacked, len(self.form.shape))
             while len(self._decoded) > KEPT:
                 self._decoded.popitem(last=False)
         self._decoded.move_to_end(chunk)
@@ -121,7 +129,8 @@ class Reference:
 
     def chunk_sections(self, chunk: int) -> list[Section]:
         """A chunk as others may copy it, if `shared_chunks` says so."""
-        return [Section(kind, chunk, self.parsed.section(kind, chunk)) for kind in (TOKENS, CLASSES, CHUNK, MEANS)]
+        with reading(f"reference {self.key}: chunk {chunk}"):
+            return [Section(kind, chunk, self.parsed.section(kind, chunk)) for kind in (TOKENS, CLASSES, CHUNK, MEANS)]
 
     def shared_chunks(self, token_ids: NDArray[np.int64], step: int) -> int:
         """How many leading chunks could be copied for a session with these tokens: the same tokens, no coarser step,
@@ -137,7 +146,8 @@ class Reference:
 
 
 def _key_and_form(stream: Buffer) -> tuple[str, Form]:
-    return stream_key(stream), Form(Container.parse(stream))
+    with reading("the reference given"):
+        return stream_key(stream), Form(Container.parse(stream))
 
 
 @dataclass
@@ -171,15 +181,16 @@ class Aligned:
         if profile is None:
             raise ProfileError(f"the stream was coded against a reference and with profile {form.profile}: give both")
         reference = Reference.needed(form, profile, given)
-        runs = container.unpack(parsed.section(RUNS), np.int64, max_items=3 * form.tokens)
-        if runs.ndim != 2 or runs.shape[1] != 3:
-            raise StreamError(f"altered: runs of shape {runs.shape}")
+        with reading(NAMES[RUNS]):
+            runs = container.unpack(parsed.section(RUNS), np.int64, max_items=3 * form.tokens)
+            if runs.ndim != 2 or runs.shape[1] != 3:
+                raise StreamError(f"altered: shape {runs.shape}")
         index = np.full(form.tokens, NONE, np.int64)
         last = 0
         for start, there, length in runs.tolist():
             inside = last <= start < start + length <= form.tokens and 0 <= there <= len(reference.token_ids) - length
             if not inside:
-                raise StreamError("altered: runs outside the stream or its reference")
+                raise StreamError("runs: altered: outside the stream or its reference")
             index[start : start + length] = there + np.arange(length)
             last = start + length
         return cls(index, reference)

@@ -17,8 +17,8 @@ from seqkv.engine.arrays import from_bfloat16_bits
 from seqkv.engine.cache import KVCache
 from seqkv.engine.container import Container, Section
 from seqkv.engine.digests import bits_of
-from seqkv.engine.errors import CacheError, StreamError
-from seqkv.engine.form import REPAIR, Form, chunk_bounds, chunks
+from seqkv.engine.errors import CacheError, StreamError, reading
+from seqkv.engine.form import NAMES, REPAIR, Form, chunk_bounds, chunks
 from seqkv.engine.quantiser import scale_units
 from seqkv.entropy_coding import CorruptGroup, decode_group, encode_group
 
@@ -40,7 +40,7 @@ def sections(kv: KVCache, recomputed: KVCache) -> list[Section]:
         widths = np.array([distance.shape[1] for distance in some])
         symbols = np.concatenate(some, 1)
         if symbols.min() < -_LARGEST:
-            raise CacheError("the recomputed cache has nothing in common with this one: there is nothing to repair")
+            raise CacheError("the recomputed cache has nothing in common with this one: store it in another tier")
         group = encode_group(symbols.astype(np.int32), *_contexts(units, widths, len(symbols)))
         head = np.packbits(flags).tobytes() + units.astype("<i2").tobytes()
         out.append(Section(REPAIR, chunk, head + group))
@@ -55,15 +55,16 @@ def apply(parsed: Container, form: Form, recomputed: KVCache) -> KVCache:
         if (REPAIR, chunk) not in there:
             continue
         part = slice(*chunk_bounds(chunk, form.tokens))
-        data = parsed.section(REPAIR, chunk)
+        with reading(f"chunk {chunk}: {NAMES[REPAIR]}"):
+            data = parsed.section(REPAIR, chunk)
         size = -(-2 * len(form.shape) // 8)
         if len(data) < size:
-            raise StreamError(f"altered: the repair of chunk {chunk} is too short")
+            raise StreamError(f"chunk {chunk}: repair: altered: it is too short")
         flags = np.unpackbits(np.frombuffer(data[:size], np.uint8), count=2 * len(form.shape)).astype(bool)
         blocks = np.flatnonzero(flags)
         head = size + 2 * len(blocks)
         if len(blocks) == 0 or len(data) < head:
-            raise StreamError(f"altered: the repair of chunk {chunk} is too short")
+            raise StreamError(f"chunk {chunk}: repair: altered: it is too short")
         units = np.frombuffer(data[size:head], "<i2").astype(np.int16)
         shapes = [(form.shape[b // 2][0], form.shape[b // 2][1 + b % 2]) for b in blocks]
         widths = np.array([heads * width for heads, width in shapes])
@@ -71,7 +72,7 @@ def apply(parsed: Container, form: Form, recomputed: KVCache) -> KVCache:
         try:
             symbols = decode_group(data[head:], tokens, *_contexts(units, widths, tokens))
         except CorruptGroup as error:
-            raise StreamError(f"altered: the repair of chunk {chunk}: {error}") from error
+            raise StreamError(f"chunk {chunk}: repair: altered: {error}") from error
         starts = np.concatenate([[0], np.cumsum(widths)])
         for i, block in enumerate(blocks):
             array = (values if block % 2 else keys)[block // 2]

@@ -24,7 +24,7 @@ from seqkv.engine.blobs import BlobMissing, Blobs
 from seqkv.engine.cache import KVCache
 from seqkv.engine.codec import Backend, Measure, decode, encode
 from seqkv.engine.container import Buffer
-from seqkv.engine.errors import ProfileError, SessionError, StoreDamaged, StoreError, StoreFull, StreamError
+from seqkv.engine.errors import ProfileError, SeqkvError, SessionError, StoreDamaged, StoreError, StoreFull, StreamError
 from seqkv.engine.index import Found, Index, SqliteIndex
 from seqkv.engine.neighbours import Match, Neighbours
 from seqkv.engine.object_index import ObjectIndex
@@ -129,7 +129,9 @@ class SessionStore:
         with _naming(f"session {_checked(session)!r}"):
             found, streams = self._read(session)
             if found.entry.profile != self.fingerprint:
-                raise ProfileError(f"needs profile {found.entry.profile}, the store has {self.fingerprint}")
+                raise ProfileError(
+                    f"needs profile {found.entry.profile}: open the store with it, not {self.fingerprint}"
+                )
             cache = decode(
                 streams[found.entry.key],
                 profile=self.profile,
@@ -203,7 +205,7 @@ class SessionStore:
         with self._index.writing():
             dropped = self._index.remove(self._tenant, session)
         if dropped is None:
-            raise SessionError("is not in the store")
+            raise SessionError("is not in the store (list() says what is)")
         self._clear(dropped)
 
     def _reference(self, probs: TokenProbs) -> tuple[Match | None, Reference | None]:
@@ -243,7 +245,7 @@ class SessionStore:
                 if self.limit is not None and self._size_with_references(stream) > self.limit:
                     if stream.reference is not None:
                         return None
-                    raise StoreFull(f"its {len(data)} bytes do not fit in the limit of {self.limit}")
+                    raise StoreFull(f"its {len(data)} bytes do not fit in the limit of {self.limit}: raise that")
                 missing = self._blobs.missing(blobs, self._index.needed(blobs))
                 added = len(stream.record) + sum(stream.blobs[name] for name in missing)
                 if self.limit is None or self._index.total() + added <= self.limit:
@@ -300,7 +302,7 @@ class SessionStore:
             if (tenant, entry.key) in own and (tenant, entry.key) != (self._tenant, stream.reference)
         ]
         if not candidates:
-            raise StoreFull(f"no room is left for it within the limit of {self.limit} bytes")
+            raise StoreFull(f"no room is left for it within the limit of {self.limit} bytes: delete sessions")
         *_, tenant, name = min(candidates)
         return self._index.remove(tenant, name) or []
 
@@ -316,7 +318,7 @@ class SessionStore:
         for attempt in range(_TRIES):
             found = self._index.find(self._tenant, session)
             if found is None:
-                raise SessionError("is not in the store")
+                raise SessionError("is not in the store (list() says what is)")
             try:
                 if found.missing is not None:
                     raise BlobMissing(f"stream {found.missing}, which it needs, is missing")
@@ -360,7 +362,7 @@ def _naming(what: str) -> Iterator[None]:
     """Lets errors say what they are about."""
     try:
         yield
-    except (StoreError, SessionError, StreamError, ProfileError) as error:
+    except SeqkvError as error:
         kind = StoreDamaged if isinstance(error, BlobMissing) else type(error)
         raise kind(f"{what}: {error}") from error
     except OSError as error:

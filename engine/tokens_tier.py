@@ -19,8 +19,8 @@ from seqkv.engine import digests, id_coding
 from seqkv.engine import repair as repairing
 from seqkv.engine.cache import KVCache
 from seqkv.engine.container import Container, Section
-from seqkv.engine.errors import CacheError, ProbsError, RecomputeError, StreamError
-from seqkv.engine.form import DIGESTS, TOKEN_IDS, Form
+from seqkv.engine.errors import CacheError, ProbsError, RecomputeError, StreamError, reading
+from seqkv.engine.form import DIGESTS, NAMES, TOKEN_IDS, Form
 from seqkv.engine.id_coding import Model
 from seqkv.entropy_coding.intervals import MOST_SYMBOLS
 
@@ -106,14 +106,16 @@ def read_ids(parsed: Container, form: Form, model: Model | None) -> NDArray[np.i
     header = parsed.header
     vocab, archive = header.get("vocab"), header.get("archive", False)
     if type(vocab) is not int or not 1 <= vocab <= MOST_SYMBOLS or type(archive) is not bool:
-        raise StreamError("altered: the header cannot be understood")
+        raise StreamError(f"altered: the header's vocab or archive: {vocab!r}, {archive!r}")
     _, first = digests.read(parsed, form)
     if model is not None:
         _check_model(header, model)
     elif archive:
         raise RecomputeError("the token ids are coded under the model's predictions: give it (model=...)")
     ids = []
-    chunks = id_coding.read(parsed.section(TOKEN_IDS), form.tokens, vocab, model if archive else None)
+    with reading(NAMES[TOKEN_IDS]):
+        data = parsed.section(TOKEN_IDS)
+    chunks = id_coding.read(data, form.tokens, vocab, model if archive else None)
     for chunk, (some, predicted) in enumerate(chunks):
         ids.append(some)
         if digests.of_ids(some)[0] == first[chunk, 0]:
@@ -123,7 +125,7 @@ def read_ids(parsed: Container, form: Form, model: Model | None) -> NDArray[np.i
                 f"chunk {chunk}: the model does not predict what it predicted when the token ids were coded. "
                 + _compared(parsed, model)
             )
-        raise StreamError(f"altered: the token ids of chunk {chunk} do not match their digest")
+        raise StreamError(f"chunk {chunk}: token ids: altered: they do not match their digest")
     return np.concatenate(ids)
 
 
@@ -131,21 +133,29 @@ def _check_model(header: dict[str, Any], model: Model) -> None:
     """RecomputeError if a stream names another model, or its ids cannot be of this one's vocabulary."""
     named = header.get("model", {})
     if not isinstance(named, dict):
-        raise StreamError("altered: the header cannot be understood")
+        raise StreamError(f"altered: the header's model: {named!r}")
     fingerprint, tokenizer = named.get("fingerprint"), named.get("tokenizer")
     if fingerprint not in (None, model.fingerprint):
-        raise RecomputeError(f"the stream is of model {fingerprint}, not of {model.fingerprint}")
+        raise RecomputeError(f"the stream is of model {fingerprint}, not of {model.fingerprint}: give that one")
     if tokenizer is not None and model.tokenizer_fingerprint not in (None, tokenizer):
-        raise RecomputeError(f"the stream is of tokenizer {tokenizer}, not of {model.tokenizer_fingerprint}")
+        raise RecomputeError(
+            f"the stream is of tokenizer {tokenizer}, not of {model.tokenizer_fingerprint}: give that one"
+        )
     if header["vocab"] > model.vocab or (header.get("archive") and header["vocab"] != model.vocab):
-        raise RecomputeError(f"the stream's vocabulary has {header['vocab']} tokens, the model's {model.vocab}")
+        raise RecomputeError(
+            f"the stream's vocabulary has {header['vocab']} tokens, the model's {model.vocab}: give the stream's model"
+        )
 
 
 def _recomputed(model: Model, ids: NDArray[np.int64], shape: tuple[tuple[int, int, int], ...], dtype: str) -> KVCache:
     """The cache of ids, in host memory. RecomputeError if it is not of a shape."""
     kv = model.recompute(ids).to("cpu")
     if kv.shape != shape:
-        raise RecomputeError(f"the cache has {len(shape)} layers {shape[0]}, the model's {kv.layers} {kv.shape[0]}")
+        differ = next((i for i, two in enumerate(zip(shape, kv.shape, strict=False)) if two[0] != two[1]), 0)
+        raise RecomputeError(
+            f"the cache has {len(shape)} layers, layer {differ} of {shape[differ]}, the model's {kv.layers}, "
+            f"{kv.shape[differ]}: it is of another model"
+        )
     return kv if kv.dtype == dtype else KVCache(kv.keys, kv.values, rope=kv.rope, dtype=dtype)
 
 

@@ -253,7 +253,7 @@ def test_altered_streams_with_fitting_checksums_are_refused(toy: Toy) -> None:
             with pytest.raises(StreamError, match="digests"):
                 read(altered(stream, DIGESTS, change), toy)
         for entry in ({"vocab": 0}, {"vocab": 1 << 40}, {"vocab": "a"}, {"vocab": True}, {"archive": 1}, {"model": []}):
-            with pytest.raises(StreamError, match="cannot be understood"):
+            with pytest.raises(StreamError, match=r"the header's (vocab|model)"):
                 read(altered(stream, **entry), toy)
         for entry in ({"tokens": 1 << 30}, {"layers": 1 << 16}, {"layers": 0}, {"steps": [0]}):
             with pytest.raises(StreamError, match="altered"):
@@ -341,7 +341,7 @@ def test_altered_repairs_are_refused(toy: Toy) -> None:
     stream = write(nudged(toy.recompute(ids), "float32", 0.1), ids, model=toy, repair=True)
     size = Container.parse(stream).length(REPAIR)
     for length in (0, 1, 2, 5, 20, size - 2):
-        with pytest.raises(StreamError, match="repair of chunk 0"):
+        with pytest.raises(StreamError, match="chunk 0: repair: altered"):
             read(altered(stream, REPAIR, lambda data, length=length: data[:length]), toy)
     rng = np.random.default_rng(0)
     for place in rng.integers(0, size, 50):
