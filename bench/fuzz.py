@@ -25,6 +25,7 @@ same in every run. Exits with 1 if anything was found.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import mmap
 import multiprocessing
@@ -270,10 +271,8 @@ def guided(options: argparse.Namespace) -> None:
     def one(data: bytes) -> None:
         if len(data) > 2:
             target = fuzzer.targets[names[data[0] % len(names)]]
-            try:
+            with contextlib.suppress(fuzzer.refusal):
                 target.read(data[1:])
-            except fuzzer.refusal:
-                pass
 
     def mutate(data: bytes, longest: int, seed: int) -> bytes:
         rng = Random(seed)

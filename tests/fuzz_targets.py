@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shutil
@@ -233,10 +234,8 @@ def _profiles() -> Target:
         file.write_bytes(data)
         profile = Profile.load(file)
         header = json.dumps(parsed.header | {"profile": profile.fingerprint, "shape": profile.shape}).encode()
-        try:
+        with contextlib.suppress(SeqkvError):
             engine.decode(assembled(header, parts), profile=profile)
-        except SeqkvError:
-            pass
         return profile.fingerprint + profile._rest()
 
     return Target(tuple(seeds), read, _hostile_profile)
@@ -316,10 +315,8 @@ def _read_store(path: str, expected: dict[str, str]) -> str:
     with SessionStore(path, profile=_profile(), timeout=0.5) as store:
         store.verify()
         for call in (store.list, store.stats, store.compact, lambda: store.longest_prefix(_model().tokens(0, 64))):
-            try:
+            with contextlib.suppress(SeqkvError):
                 call()
-            except SeqkvError:
-                pass
         for name, known in expected.items():
             try:
                 if digest(store.get(name)) != known:
