@@ -309,3 +309,5 @@ class SqliteIndex:
             if isinstance(error, (sqlite3.OperationalError, sqlite3.ProgrammingError)):
                 raise StoreError(text) from error
             raise StoreDamaged(text) from error
+        except UnicodeDecodeError as error:  # what Python makes of SQLite's answer if names in the file are altered
+            raise StoreDamaged(f"{self._path}: {error}") from error
