@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
@@ -36,6 +37,7 @@ def stream_key(stream: Buffer) -> str:
 
 class Reference:
     """A stream to code others against, or to decode what was coded against it. Decoded a chunk at a time, as needed.
+    May be used by several threads.
 
     find: the stream that this one was coded against in turn, by its key. Needed if `depth` is not 0.
 
@@ -109,15 +111,17 @@ class Reference:
 
     def blocks(self, chunk: int) -> NDArray[np.float32]:
         """Decoded blocks of a chunk, side by side, keys un-rotated: [tokens, coefs]."""
-        if chunk not in self._decoded:
+        decoded = self._decoded.pop(chunk, None)
+        if decoded is None:
             coding = host.Coding(self.parsed, self.form, self.mode, self.probs, self.known.classes, self.aligned)
             with reading(f"reference {self.key}"):
                 unpacked = coding.unpack(chunk, len(self.form.shape))
-            self._decoded[chunk] = coding.decode(unpacked, len(self.form.shape))
+            decoded = coding.decode(unpacked, len(self.form.shape))
+        self._decoded[chunk] = decoded  # the last one used; other threads may have taken out any
+        with contextlib.suppress(KeyError):
             while len(self._decoded) > KEPT:
                 self._decoded.popitem(last=False)
-        self._decoded.move_to_end(chunk)
-        return self._decoded[chunk]
+        return decoded
 
     def rows(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """Decoded blocks of some tokens, [len(tokens), coefs]."""

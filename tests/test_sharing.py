@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -843,6 +844,21 @@ def test_a_reference_keeps_few_chunks(make: Make, texts: list[NDArray[np.int64]]
         held.rows(tokens)[1:4], np.stack([held.blocks(0)[0], held.blocks(1)[0], held.blocks(0)[255]])
     )
     assert held.rows(np.zeros(0, np.int64)).shape == (0, 84)
+
+
+def test_another_thread_may_take_out_what_a_reference_keeps(base: Session) -> None:
+    class Emptied(OrderedDict[int, NDArray[np.float32]]):
+        """By another thread, as soon as anything is in it."""
+
+        def __setitem__(self, chunk: int, decoded: NDArray[np.float32]) -> None:
+            super().__setitem__(chunk, decoded)
+            self.clear()
+
+    held = Reference(base.alone, base.profile)
+    expected = held.blocks(1)
+    held._decoded = Emptied()
+    np.testing.assert_array_equal(held.blocks(1), expected)
+    assert not held._decoded
 
 
 def test_a_reference_is_decoded_a_chunk_at_a_time(
