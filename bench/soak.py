@@ -207,15 +207,26 @@ class Turns:
 
     def __init__(self, threads: int) -> None:
         self.wait = os.environ["OPENBLAS_NUM_THREADS"] != "1"
-        self.free, self.threads = threading.Semaphore(threads), threads
+        self.threads, self.free, self.open = threads, threading.Semaphore(threads), threading.Event()
+        self.open.set()
+
+    def __enter__(self) -> None:
+        self.open.wait()
+        self.free.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.free.release()
 
     def start(self, process: Any) -> None:
         taken = self.threads if self.wait else 0
+        if self.wait:
+            self.open.clear()
         for _ in range(taken):
             self.free.acquire()
         process.start()
         for _ in range(taken):
             self.free.release()
+        self.open.set()
 
 
 class Memory:
@@ -324,7 +335,7 @@ class Soak:
         }
 
     def _thread(self, me: int) -> threading.Thread:
-        arguments = self.todo, self.alone, me, self.until, self.board, self.turns.free
+        arguments = self.todo, self.alone, me, self.until, self.board, self.turns
         return threading.Thread(target=work, args=arguments, name=f"thread {me}", daemon=True)
 
     def _process(self, i: int, method: str) -> Any:
