@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from seqkv.engine import codec, host, importance, mixture, prediction, quantiser
+from seqkv.engine import codec, host, importance, mixture, near, prediction, quantiser, rate_control
 from seqkv.engine.cache import KVCache, Rope
 from seqkv.engine.errors import CalibrationError
 from seqkv.engine.layout import block_widths
@@ -53,7 +53,9 @@ DAMPING = 0.1  # of a block's mean Fisher information is added to every directio
 LEAST_FISHER = 1e-4  # of the mean over blocks is the least that any has: one that sampling missed is not free
 RIDGE = 1e-3
 CLIP = 0.9  # a token's gradient counts at most as much as this quantile of its text's
-FITTED_STEP = 0.0016  # the step in whose closed loop blocks are fitted
+SERVED_KL = 0.005  # nats: blocks are fitted in the closed loop of the step that this asks for
+FIRST_STEP = 0.0006  # a guess of that step
+NEAR_BY = quantiser.STEPS_PER_OCTAVE // 2  # a guess that is further off is fitted again
 DEPTH = 2
 CHECKS = 5  # texts that the curve is measured on, and nothing else
 FISHER_TEXTS = 14
@@ -87,10 +89,20 @@ def calibrate(
     with tempfile.TemporaryDirectory(prefix="seqkv-") as folder:
         observed = _Observations(source, len(fitted), folder)
         for i, (kind, ids) in enumerate(fitted):
-            report(0.65 * i / len(fitted), f"reading {kind}")
+            report(0.55 * i / len(fitted), f"reading {kind}")
             observed.add(ids, sample=i < FISHER_TEXTS)
-        profile = _fit(source, observed, predictor, lambda part: report(0.65 + 0.2 * part, "fitting"))
-    curve = _curve(source, profile, checks, lambda part: report(0.85 + 0.15 * part, "measuring the loss"))
+        index = quantiser.step_index(FIRST_STEP)
+        for begin in (0.55, 0.78):  # the second time only if the first step was far off
+            fitted_at = index
+            profile = _fit(
+                source, observed, predictor, index, lambda part, at=begin: report(at + 0.11 * part, "fitting")
+            )
+            curve = _curve(
+                source, profile, checks, lambda part, at=begin + 0.11: report(at + 0.11 * part, "measuring the loss")
+            )
+            index = rate_control.step_for(curve, SERVED_KL)
+            if abs(index - fitted_at) <= NEAR_BY:
+                break
     report(1.0, "done")
     info = profile.info | {
         "fitted": [kind for kind, _ in fitted],
@@ -160,6 +172,13 @@ class _Observations:
         plain = self.source.context - self.sinks
         return np.concatenate([self.plain + text * self.sinks + np.arange(self.sinks), text * plain + np.arange(plain)])
 
+    def windows(self) -> tuple[NDArray[np.intp], int]:
+        """The window of each row whose mean is coded, [rows], and how many there are."""
+        window, each = np.empty(self.rows, np.intp), near.windows(self.source.context)
+        for text in range(self.texts):
+            window[self.rows_of(text)] = text * each + np.arange(self.source.context) // near.WINDOW
+        return window, self.texts * each
+
     def _add_fisher(
         self, gradients: tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]], classes: NDArray[np.uint8]
     ) -> None:
@@ -176,12 +195,14 @@ class _Observations:
         self.energy.add(classes, energy)
 
 
-def _fit(source: Source, observed: _Observations, predictor: str, report: Callable[[float], None]) -> Profile:
-    """The profile but for its curve."""
+def _fit(
+    source: Source, observed: _Observations, predictor: str, index: int, report: Callable[[float], None]
+) -> Profile:
+    """The profile but for its curve, fitted in the closed loop of the step with this index."""
     n, sinks, depth = observed.plain, observed.sinks, min(DEPTH, source.layers)
     table, regression = _token_table(source, observed, predictor)
     gain_table = quantiser.gain_index(observed.energy.gains())
-    step = quantiser.step_size(quantiser.step_index(FITTED_STEP))
+    step, window, count = quantiser.step_size(index), *observed.windows()
     weights, bias, sink_bias, inverse, exponent, scale, attention, explained = ([] for _ in range(8))
     fisher = _usable(observed.fisher, min(FISHER_TEXTS, observed.texts))
     for b, block in enumerate(observed.blocks):
@@ -196,9 +217,13 @@ def _fit(source: Source, observed: _Observations, predictor: str, report: Callab
         half, octaves = _halved(_transform(residual[:n], fisher[b]))
         back = half.astype(np.float32) * np.float32(2.0**octaves)
         z = residual @ np.linalg.inv(back.astype(np.float64)).astype(np.float32)
-        symbols = np.empty(z.shape, np.int32)
-        quantiser.quantise(z, (gain / step).astype(np.float32), symbols)
-        regression.add(b, out + quantiser.dequantise(symbols, step / gain) @ back)
+        symbols, steps = np.empty(z.shape, np.int32), (step / gain).astype(np.float32)
+        quantiser.quantise(z, 1 / steps, symbols)
+        decoded = quantiser.dequantise(symbols, steps)
+        if side:  # the decoder has means of values, see near
+            means, mean_steps = np.empty((count, z.shape[1]), np.int32), near.mean_steps(index, count)
+            decoded += near.code_means(z - decoded, steps, window, mean_steps, means)[0][window]
+        regression.add(b, out + decoded @ back)
         regression.forget(b - 2 * depth - 1)
         explained.append(1 - float(residual[:n].var(axis=0).sum() / max(y[:n].var(axis=0).sum(), 1e-30)))
         weights.append(w)
