@@ -16,7 +16,18 @@ from seqkv.engine.arrays import current
 from seqkv.engine.cache import ITEM_BYTES, KVCache
 from seqkv.engine.container import Buffer, Container, Section
 from seqkv.engine.errors import CacheError, ProbsError, StreamError, reading
-from seqkv.engine.form import NAMES, TIERS, TOKENS, TOPK_IDS, TOPK_PROBS, Form, chunks, describe
+from seqkv.engine.form import (
+    MOST_LAYERS,
+    NAMES,
+    TIERS,
+    TOKENS,
+    TOPK_IDS,
+    TOPK_PROBS,
+    Form,
+    chunks,
+    describe,
+    write_padded,
+)
 from seqkv.engine.host import needed
 from seqkv.engine.id_coding import Model
 from seqkv.engine.known import Known, plain_ids
@@ -81,6 +92,8 @@ def encode(
         raise ProbsError(
             f"the cache holds {kv.tokens} tokens, the probabilities are of {probs.tokens}: give those of the same"
         )
+    if kv.layers > MOST_LAYERS:
+        raise CacheError(f"the cache has {kv.layers} layers, a stream at most {MOST_LAYERS}: encode a part at a time")
     if tier == "tokens":
         return container.write(*tokens_tier.encode(kv, probs.token_ids, model=model, archive=archive, repair=repair))
     if profile is not None:
@@ -88,7 +101,7 @@ def encode(
     header, positions = describe(kv)
     if tier == "lossless":
         entries, sections = lossless.encode(kv.to("cpu"), probs, profile)
-        return container.write(header | entries, sections + positions)
+        return write_padded(header | entries, sections + positions)
     rate_control.check(kl, step)
     if kv.exact:
         kv.check_finite()
@@ -110,19 +123,19 @@ def encode(
             return header | entries | {"kl": about}, sections + positions
 
         if step is not None:
-            return container.write(*at(quantiser.step_index(step)))
+            return write_padded(*at(quantiser.step_index(step)))
         if measure is None:
-            return container.write(*at(rate_control.step_for(mode.curve, kl)))
+            return write_padded(*at(rate_control.step_for(mode.curve, kl)))
         tried: dict[int, tuple[dict[str, Any], list[Section]]] = {}
 
         def attempt(index: int) -> float:
             tried[index] = at(index)
-            stream = container.write(*tried[index])
+            stream = write_padded(*tried[index])
             lost = float(measure(decode(stream, profile=profile, reference=reference, backend=backend or kv.backend)))
             tried[index][0]["kl"]["measured"] = _short(lost)
             return lost
 
-        return container.write(*tried[rate_control.search(mode.curve, kl, attempt)])
+        return write_padded(*tried[rate_control.search(mode.curve, kl, attempt)])
 
 
 def decode(
@@ -211,7 +224,7 @@ def inspect(stream: Buffer) -> dict[str, Any]:
         parts[name] = parts.get(name, 0) + parsed.length(kind, index)
     total = memoryview(stream).nbytes
     parts["header and index"] = total - sum(parts.values())
-    count = form.tokens * sum(heads * (k + v) for heads, k, v in form.shape)
+    count = form.tokens * form.coefs
     return {
         "version": container.VERSION,
         "tier": parsed.header["tier"],
@@ -285,6 +298,8 @@ def _near(
         return about | {"loss": _shown(loss)}, sections
     sections = mode.sections()
     if mode.predictor == "expectation":
+        if probs.k > mode.starts[-1]:
+            raise ProbsError(f"{probs.k} candidates for a token, at most {mode.starts[-1]} can be: give a smaller k")
         probs = _rounded(probs)
         sections.append(Section(TOPK_IDS, 0, container.pack(probs.topk_ids)))
         sections.append(Section(TOPK_PROBS, 0, container.pack(probs.topk_probs.astype(np.float16))))
@@ -335,7 +350,7 @@ def _stored_probs(parsed: Container, form: Form, predictor: str, ids: NDArray[np
         with reading(f"{NAMES[TOKENS]}: altered"):
             return TokenProbs.from_tokens(ids)
     with reading(NAMES[TOPK_IDS]):
-        topk = container.unpack(parsed.section(TOPK_IDS), np.int32, max_items=form.tokens * 1024)
+        topk = container.unpack(parsed.section(TOPK_IDS), np.int32, max_items=form.tokens * form.coefs)
     with reading(NAMES[TOPK_PROBS]):
         rows = container.unpack(parsed.section(TOPK_PROBS), np.float16, shape=topk.shape).astype(np.float32)
         return TokenProbs(ids, topk, rows, np.zeros(form.tokens, np.float32))

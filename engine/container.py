@@ -80,13 +80,13 @@ def write(header: dict[str, Any], sections: Iterable[Section]) -> bytes:
 
 
 class Container:
-    """A stream, read in place: `header`, and sections that are checked when they are asked for.
+    """A stream of `size` bytes, read in place: `header`, and sections that are checked when they are asked for.
 
     Nothing is copied: sections are views of the buffer that was parsed, which must not change meanwhile.
     """
 
-    def __init__(self, header: dict[str, Any], table: dict[tuple[int, int], tuple[memoryview, int]]) -> None:
-        self.header = header
+    def __init__(self, header: dict[str, Any], table: dict[tuple[int, int], tuple[memoryview, int]], size: int) -> None:
+        self.header, self.size = header, size
         self._table = table
 
     @classmethod
@@ -116,7 +116,7 @@ class Container:
             table[kind, index] = reader.take(length, f"section {kind}/{index}"), checksum
         if reader.left:
             raise StreamError(f"altered: {reader.left} bytes follow the last section")
-        return cls(_header(text), table)
+        return cls(_header(text), table, reader.position)
 
     @property
     def sections(self) -> list[tuple[int, int]]:

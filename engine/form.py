@@ -14,6 +14,7 @@ from seqkv.engine.errors import SeqkvError, StreamError, reading
 TOKENS, TOPK_IDS, TOPK_PROBS, POSITIONS, CLASSES, CHUNK, CHANNELS, SCALES, RUNS, DELTA = range(1, 11)  # kinds
 MEANS, DELTA_MEANS = 11, 12
 TOKEN_IDS, DIGESTS, REPAIR = 40, 41, 42  # of the tokens tier
+PADDING = 255
 SEAL = 16  # bytes before the digests
 NAMES = {
     TOKENS: "token ids",
@@ -31,9 +32,15 @@ NAMES = {
     TOKEN_IDS: "token ids",
     DIGESTS: "digests",
     REPAIR: "repair",
+    PADDING: "padding",
 }
 TIERS = ("near", "lossless", "tokens")
 _MOST_TOKENS = 1 << 31
+MOST_LAYERS = 1 << 12
+MOST_VALUES_PER_BYTE = 1024
+"""What a stream of the near or lossless tier may hold, as `least_bytes` counts. Streams of text hold at most 200; the
+encoder pads those of constants and the like. So memory follows from how many bytes there are, not what they say."""
+_LEAST_ROWS = 32  # tokens that any number of tokens is counted as, if it is smaller
 MAX_DEPTH = 3  # how long chains of references get
 
 
@@ -53,7 +60,8 @@ class Form:
                 (_count("heads", h), _count("widths", k), _count("widths", v)) for h, k, v in header["shape"]
             )
             if len(self.shape) == 1:
-                self.shape *= _count("layers", header.get("layers", 1))  # all alike
+                self.shape *= _count("layers", header.get("layers", 1), MOST_LAYERS)  # all alike
+            self.coefs = sum(heads * (key + value) for heads, key, value in self.shape)
             self.profile: str | None = header["profile"]
             self.reference: str | None = header.get("reference")
             self.depth = 0 if self.reference is None else _count("depth", header["depth"], MAX_DEPTH)
@@ -76,8 +84,16 @@ class Form:
     def _check(self, parsed: Container) -> None:
         """StreamError unless the numbers fit together."""
         layers = len(self.shape)
+        if layers > MOST_LAYERS:
+            raise StreamError(f"altered: the header has {layers} layers, {MOST_LAYERS} can be")
         if not layers or len(self.rope) != layers:
             raise StreamError(f"altered: the header has {layers} layers and the rotations of {len(self.rope)}")
+        least = 0 if self.tier == "tokens" else least_bytes(self.shape, self.tokens, self.tier, self.profile)
+        if parsed.size < least:
+            raise StreamError(
+                f"altered: a stream of {parsed.size} bytes cannot hold {self.tokens} tokens of {layers} layers, "
+                f"which take at least {least}"
+            )
         steps = chunks(self.tokens) if self.tier == "near" else 0
         if len(self.steps) != steps:
             raise StreamError(f"altered: the header has {len(self.steps)} steps for {steps} chunks")
@@ -107,6 +123,22 @@ def describe(kv: KVCache) -> tuple[dict[str, Any], list[Section]]:
     if (kv.positions == np.arange(kv.tokens)).all():
         return header | {"positions": "arange"}, []
     return header, [Section(POSITIONS, 0, container.pack(kv.positions))]
+
+
+def least_bytes(shape: tuple[tuple[int, int, int], ...], tokens: int, tier: str, profile: str | None) -> int:
+    """Bytes that a stream of the near or lossless tier has at the least: one for MOST_VALUES_PER_BYTE values."""
+    layers = [heads * (key + value) for heads, key, value in shape]
+    rows = max(tokens, _LEAST_ROWS)
+    if tier == "near" and profile is None and tokens > near.CHUNK:  # what is fitted has two layers' channels as rows
+        rows = max(rows, 2 * max(layers, default=0))
+    return -(-rows * sum(layers) // MOST_VALUES_PER_BYTE)
+
+
+def write_padded(header: dict[str, Any], sections: list[Section]) -> bytes:
+    """A stream, padded to what it has at the least."""
+    stream = container.write(header, sections)
+    missing = least_bytes(header["shape"], header["tokens"], header["tier"], header["profile"]) - len(stream)
+    return stream if missing <= 0 else container.write(header, [*sections, Section(PADDING, 0, bytes(missing))])
 
 
 def chunks(tokens: int) -> int:

@@ -79,6 +79,25 @@ def remembered(history: Any, decoded: Any) -> Any:
     return module_of(decoded).concatenate([history[len(decoded) - WINDOW :], decoded])[-WINDOW:]
 
 
+class Diagonal:
+    """A diagonal matrix as its diagonal [channels], NumPy or CuPy float32, or rows of one; x @ it, as for an array."""
+
+    __array_ufunc__ = None  # NumPy leaves the product to this class
+
+    def __init__(self, values: Any, rows: Any = None) -> None:
+        self.values, self.rows = values, rows
+
+    def __getitem__(self, rows: Any) -> Diagonal:
+        return Diagonal(self.values, rows)
+
+    def __rmatmul__(self, left: Any) -> Any:
+        if self.rows is None:
+            return left * self.values
+        out = module_of(left).zeros((len(left), len(self.values)), np.float32)
+        out[:, self.rows] = left * self.values[self.rows]
+        return out
+
+
 class Model:
     """A near.Model of one chunk.
 
@@ -106,7 +125,7 @@ class Model:
     @functools.cached_property
     def forward(self) -> list[Any]:
         """Values to coefficients, for each block."""
-        return [self.xp.diag(1 / self.unit[self._columns(b)]) for b in range(len(self.widths))]
+        return [Diagonal(1 / self.unit[self._columns(b)]) for b in range(len(self.widths))]
 
     def _columns(self, block: int) -> slice:
         return slice(int(self.starts[block]), int(self.starts[block + 1]))
@@ -116,7 +135,7 @@ class Model:
         here = self._columns(block)
         before = self.sources(block)
         first, last = int(self.starts[before.start]), int(self.starts[before.stop])
-        back = self.xp.diag(self.unit[here])
+        back = Diagonal(self.unit[here])
         if first == last:
             return np.zeros((0, self.widths[block]), np.float32), back
         x = (history[:, first:last] - self.mean[first:last]) / self.unit[first:last]

@@ -74,9 +74,8 @@ def encode(kv: KVCache, probs: TokenProbs, profile: Profile | None) -> tuple[dic
 def decode(parsed: Container, form: Form, profile: Profile | None, wanted: range, depth: range) -> KVCache:
     """The tokens `wanted` of the layers `depth`. ProfileError for another profile, StreamError on damage."""
     _check_profile(form, profile)
-    total = sum(heads * (k + v) for heads, k, v in form.shape)
     with reading(NAMES[CHANNELS]):
-        channels = container.unpack(parsed.section(CHANNELS), np.int16, shape=(2, total))
+        channels = container.unpack(parsed.section(CHANNELS), np.int16, shape=(2, form.coefs))
         if np.abs(channels[0].astype(np.int64)).max() > LARGEST_EXPONENT:
             raise StreamError("altered: the scale of a channel is out of range")
     some = range(wanted.start // CHUNK, chunks(wanted.stop))

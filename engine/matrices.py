@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from seqkv.cuda_kernels import device, elementwise
 from seqkv.cuda_kernels.linear import multiply
 from seqkv.engine import importance, near, prediction, quantiser
+from seqkv.engine.arrays import module_of
+from seqkv.engine.free import Diagonal
 from seqkv.engine.modes import Mode
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.profile import Profile
@@ -46,7 +48,7 @@ class Matrices:
         self.token_map, self.bias, self.sink_bias = (
             xp.asarray(x, np.float32) for x in (model.token_map, model.bias, model.sink_bias)
         )
-        self.maps = [(xp.asarray(weights, np.float32), xp.asarray(back, np.float32)) for weights, back in model.maps]
+        self.maps = [(xp.asarray(weights, np.float32), _dense(back)) for weights, back in model.maps]
 
 
 matrices = _once(Matrices)
@@ -55,7 +57,14 @@ matrices = _once(Matrices)
 @_once
 def forward_matrices(model: near.Model) -> list[Any]:
     """Values to coefficients, for each block: what encoding needs besides."""
-    return [device.cupy().asarray(x, np.float32) for x in model.forward]
+    return [_dense(x) for x in model.forward]
+
+
+def _dense(matrix: Any) -> Any:
+    """As an array on the device."""
+    if isinstance(matrix, Diagonal):
+        matrix = module_of(matrix.values).diag(matrix.values)
+    return device.cupy().asarray(matrix, np.float32)
 
 
 class Decoded:

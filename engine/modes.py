@@ -111,9 +111,8 @@ Mode = Calibrated | Free
 def stored_mode(parsed: Container, form: Form, profile: Profile | None) -> Mode:
     """What a stream was coded with. ProfileError if that is another profile than the one given."""
     if form.profile is None:
-        total = sum(heads * (k + v) for heads, k, v in form.shape)
         with reading(NAMES[CHANNELS]):
-            channels = container.unpack(parsed.section(CHANNELS), np.int16, shape=(2, total))
+            channels = container.unpack(parsed.section(CHANNELS), np.int16, shape=(2, form.coefs))
         return Free(form.shape, channels)
     if profile is None or profile.fingerprint != form.profile:
         given = "no profile was given" if profile is None else f"the profile given is {profile.fingerprint}"

@@ -15,7 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 MOST_TOTAL = 1 << 48
-MOST_SYMBOLS = 1 << 22  # of an Adaptive
+MOST_SYMBOLS = 1 << 20  # of an Adaptive, which takes 8 bytes for each, and 32 while it is made
 
 _U = np.uint64
 _TOP, _BOTTOM, _ALL = _U(1 << 56), _U(1 << 48), _U((1 << 64) - 1)
