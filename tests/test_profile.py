@@ -253,3 +253,12 @@ def test_check_names_both_shapes(profile: Profile, sample: Callable[..., Any]) -
     profile.check(kv)
     with pytest.raises(ProfileError, match=r"3 layers of .*\(2, 8, 6\).*3 layers of .*\(2, 6, 8\)"):
         profile.check(engine.KVCache(kv.values, kv.keys))
+
+
+def test_a_token_table_that_the_predictor_does_not_use_is_refused(profile: Profile) -> None:
+    """Its rank would be taken off matrices that have no rows for it."""
+    weights = tuple(w[profile.table.shape[1] :] for w in profile.weights)
+    options: dict[str, Any] = {"predictor": "layers", "weights": weights}
+    assert dataclasses.replace(profile, table=profile.table[:, :0], **options).predictor == "layers"
+    with pytest.raises(ProfileError, match="a token table of rank"):
+        dataclasses.replace(profile, **options)
