@@ -67,7 +67,7 @@ def mended(rng: Random, stream: bytes, other: bytes) -> bytes:
     parsed = Container.parse(stream)
     header, parts = parsed.header, _parts(parsed)
     for _ in range(rng.choice((1, 1, 2, 3))):
-        kind = rng.randrange(12)
+        kind = rng.randrange(13)
         part = rng.choice(parts) if parts else Part(0, 0, b"")
         if kind < 3:
             part.data = raw(rng, part.data, rng.choice(parts).data if parts else b"")
@@ -84,6 +84,8 @@ def mended(rng: Random, stream: bytes, other: bytes) -> bytes:
                 part.data = rng.choice(taken).data
             if rng.randrange(4) == 0:
                 header = Container.parse(other).header
+        elif kind == 11:
+            header = blown(rng, header, parts)
         else:
             twin = Part(part.kind, part.index, part.data)
             twin.kind, twin.index = rng.choice(((part.kind, part.index + 1), (rng.randrange(64), part.index)))
@@ -164,6 +166,73 @@ def _inside(rng: Random, data: bytes) -> bytes:
     elif rng.randrange(4) == 0:
         head = raw(rng, head)
     return head + frame + behind
+
+
+def blown(rng: Random, header: Any, parts: list[Part]) -> Any:
+    """The header of a larger cache; and in `parts` arrays and coefficients that go with it, of zeros: few bytes."""
+    try:
+        before, factor = _sizes(header), rng.choice((2, 3, 16, 256, 1 << 12, 1 << 16))
+        out = dict(header)
+        what = rng.choice(("layers", "tokens", "heads", "widths"))
+        if what == "tokens":
+            out["tokens"] *= factor
+        elif what == "layers" and len(header["shape"]) == 1:
+            out["layers"] = factor * header.get("layers", 1)
+        elif what == "layers":
+            out["shape"] = header["shape"] * min(factor, 256)
+            out |= {"rope": header["rope"] * min(factor, 256)} if "rope" in header else {}
+        else:
+            scale = (factor, 1, 1) if what == "heads" else (1, factor, factor)
+            out["shape"] = [[n * s for n, s in zip(layer, scale, strict=True)] for layer in header["shape"]]
+        after = _sizes(out)
+        if header["steps"]:
+            out["steps"] = header["steps"][:1] * min(after["chunks"], 1 << 12)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):  # changed before
+        return header
+    grown = {before[name]: after[name] for name in ("tokens", "layers", "blocks", "coefs") if before[name] > 3}
+    for part in parts:
+        part.data = _larger(part.data, grown, after["coefs"])
+    for part in [p for p in parts if p.index == 0 and (p.kind, 1) in {(q.kind, q.index) for q in parts}]:
+        known = {p.index for p in parts if p.kind == part.kind}
+        parts += [Part(part.kind, i, part.data) for i in range(min(after["chunks"], 64)) if i not in known]
+    return out
+
+
+def _sizes(header: dict[str, Any]) -> dict[str, int]:
+    layers = len(header["shape"]) * (header.get("layers", 1) if len(header["shape"]) == 1 else 1)
+    coefs = sum(h * (k + v) for h, k, v in header["shape"]) * layers // len(header["shape"])
+    tokens = header["tokens"]
+    sizes = {"tokens": tokens, "layers": layers, "blocks": 2 * layers, "coefs": coefs, "chunks": -(-tokens // 256)}
+    return {name: max(1, int(size)) for name, size in sizes.items()}
+
+
+def _larger(data: bytes, grown: dict[int, int], coefs: int) -> bytes:
+    """A packed array with those of its dimensions replaced, of zeros; of a chunk's coefficients the same; anything else
+    as it is."""
+    if data[2:8] == b"\0\0\x28\xb5\x2f\xfd" and coefs <= 1 << 24:
+        live = zstandard.ZstdCompressor(level=1).compress(bytes(-(-coefs // 8)))
+        return struct.pack("<I", len(live)) + live + struct.pack("<I", 1 << 16) * 32
+    if len(data) < 3 or data[0] > 11 or not 1 <= data[1] <= 2:
+        return data
+    at, dimensions = 2, []
+    for _ in range(data[1]):
+        size = shift = 0
+        while at < len(data):
+            size |= (data[at] & 127) << shift
+            shift, at = shift + 7, at + 1
+            if data[at - 1] < 128:
+                break
+        dimensions.append(size)
+    if data[at : at + 4] != b"\x28\xb5\x2f\xfd":
+        return data
+    new = [grown.get(size, size) for size in dimensions]
+    items = 1
+    for size in new:
+        items *= size
+    count = items * (1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 4, 8)[data[0]]
+    if new == dimensions or count > 1 << 24:
+        return data
+    return data[:2] + b"".join(map(varint, new)) + zstandard.ZstdCompressor(level=1).compress(bytes(count))
 
 
 def _lie(rng: Random) -> dict[str, int]:
