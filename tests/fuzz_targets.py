@@ -174,8 +174,10 @@ def _chain() -> tuple[bytes, bytes]:
     model, profile = CausalModel(), _chain_profile()
     texts = model.tokens(0, 64), model.tokens(1, 8)
     known, new = model.session(texts[0]), model.session(np.concatenate([texts[1], texts[0][8:]]))
-    behind = engine.encode(known[0], known[1], profile=profile, step=STEP)
-    return behind, engine.encode(new[0], new[1], profile=profile, step=STEP, reference=behind)
+    behind = engine.encode(known[0], known[1], profile=profile, step=STEP / 4)
+    stream = engine.encode(new[0], new[1], profile=profile, step=STEP / 4, reference=behind)
+    assert engine.inspect(stream)["reference"] == stream_key(behind)  # at coarser steps it would not be worth it
+    return behind, stream
 
 
 @functools.cache
