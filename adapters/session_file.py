@@ -62,7 +62,7 @@ def load(cls: type, path: str | Path, model: Any, profile: Any, keep_decoded: bo
         raise StreamError(f"{path}: its content does not match its digest; the file is damaged")
     try:
         return _built(cls, path, form, tensors, model, profile, keep_decoded)
-    except (AttributeError, LookupError, TypeError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise StreamError(f"{path}: its parts do not fit together: {error!r}") from error
 
 
