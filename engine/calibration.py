@@ -83,6 +83,10 @@ def calibrate(
     if predictor not in prediction.PREDICTORS:
         raise CalibrationError(f"predictor must be one of {', '.join(prediction.PREDICTORS)}, not {predictor!r}")
     report = progress or (lambda part, message: None)
+
+    def stage(begin: float, message: str) -> Callable[[float], None]:
+        return lambda part: report(begin + 0.11 * part, message)
+
     length = source.context + source.continuation
     texts = mixture.default_pieces() if pieces is None else pieces
     fitted, checks = _split(mixture.cut(texts, source.tokenize, length))
@@ -94,12 +98,8 @@ def calibrate(
         index = quantiser.step_index(FIRST_STEP)
         for begin in (0.55, 0.78):  # the second time only if the first step was far off
             fitted_at = index
-            profile = _fit(
-                source, observed, predictor, index, lambda part, at=begin: report(at + 0.11 * part, "fitting")
-            )
-            curve = _curve(
-                source, profile, checks, lambda part, at=begin + 0.11: report(at + 0.11 * part, "measuring the loss")
-            )
+            profile = _fit(source, observed, predictor, index, stage(begin, "fitting"))
+            curve = _curve(source, profile, checks, stage(begin + 0.11, "measuring the loss"))
             index = rate_control.step_for(curve, SERVED_KL)
             if abs(index - fitted_at) <= NEAR_BY:
                 break
@@ -202,7 +202,6 @@ def _fit(
     n, sinks, depth = observed.plain, observed.sinks, min(DEPTH, source.layers)
     table, regression = _token_table(source, observed, predictor)
     gain_table = quantiser.gain_index(observed.energy.gains())
-    step, window, count = quantiser.step_size(index), *observed.windows()
     weights, bias, sink_bias, inverse, exponent, scale, attention, explained = ([] for _ in range(8))
     fisher = _usable(observed.fisher, min(FISHER_TEXTS, observed.texts))
     for b, block in enumerate(observed.blocks):
@@ -217,13 +216,7 @@ def _fit(
         half, octaves = _halved(_transform(residual[:n], fisher[b]))
         back = half.astype(np.float32) * np.float32(2.0**octaves)
         z = residual @ np.linalg.inv(back.astype(np.float64)).astype(np.float32)
-        symbols, steps = np.empty(z.shape, np.int32), (step / gain).astype(np.float32)
-        quantiser.quantise(z, 1 / steps, symbols)
-        decoded = quantiser.dequantise(symbols, steps)
-        if side:  # the decoder has means of values, see near
-            means, mean_steps = np.empty((count, z.shape[1]), np.int32), near.mean_steps(index, count)
-            decoded += near.code_means(z - decoded, steps, window, mean_steps, means)[0][window]
-        regression.add(b, out + decoded @ back)
+        regression.add(b, out + _decoded(z, gain, index, observed.windows() if side else None) @ back)
         regression.forget(b - 2 * depth - 1)
         explained.append(1 - float(residual[:n].var(axis=0).sum() / max(y[:n].var(axis=0).sum(), 1e-30)))
         weights.append(w)
@@ -251,6 +244,20 @@ def _fit(
         curve=np.array([[0.0, 0.0], [1.0, -1.0]]),
         info={"explained": explained},
     )
+
+
+def _decoded(
+    z: NDArray[np.float32], gain: NDArray[np.float32], index: int, windows: tuple[NDArray[np.intp], int] | None
+) -> NDArray[np.float32]:
+    """What a decoder has of coefficients z [rows, coefs] at a step index. windows: of those whose means are coded."""
+    symbols, steps = np.empty(z.shape, np.int32), (quantiser.step_size(index) / gain).astype(np.float32)
+    quantiser.quantise(z, (1 / steps).astype(np.float32), symbols)
+    out: NDArray[np.float32] = quantiser.dequantise(symbols, steps)
+    if windows is not None:
+        window, count = windows
+        means = np.empty((count, z.shape[1]), np.int32)
+        out += near.code_means(z - out, steps, window, near.mean_steps(index, count), means)[0][window]
+    return out
 
 
 class _Regression:
