@@ -54,15 +54,16 @@ def load(cls: type, path: str | Path, model: Any, profile: Any, keep_decoded: bo
         digest = form.pop("digest")
         if form["format"] != FORMAT:
             raise StreamError(f"{path}: format {form['format']}, this version reads {FORMAT}")
+        right = _digest(form, tensors) == digest
     except FileNotFoundError:
         raise StreamError(f"{path}: there is no such file") from None
-    except (SafetensorError, OSError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except (SafetensorError, OSError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise StreamError(f"{path} is not a session: {error}") from error
-    if _digest(form, tensors) != digest:
+    if not right:
         raise StreamError(f"{path}: its content does not match its digest; the file is damaged")
     try:
         return _built(cls, path, form, tensors, model, profile, keep_decoded)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise StreamError(f"{path}: its parts do not fit together: {error!r}") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import shutil
 import tempfile
@@ -374,6 +375,56 @@ def _in_folder() -> Target:
     return Target(seeds, read, None)
 
 
+def _session() -> Target:
+    """A file of a CompressedCache. What comes of it is compared as it would be saved again."""
+    import safetensors.torch
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from seqkv.adapters import session_file
+    from seqkv.adapters.huggingface import CompressedCache, cache_kwarg
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=97, num_key_value_heads=2, **sizes)).eval()
+    cache = CompressedCache(model, window=16)
+    cache.chunk = 16  # two in a stream, and some recent tokens
+    with torch.no_grad():
+        model(torch.arange(50)[None], **{cache_kwarg(model): cache})
+    folder = Path(tempfile.mkdtemp(prefix="seqkv-fuzz-", dir=_fast()))
+    cache.save_session(folder / "session")
+
+    def read(data: bytes) -> str:
+        (folder / "session").write_bytes(data)
+        loaded = CompressedCache.load_session(folder / "session", model)
+        loaded.save_session(folder / "again")
+        return xxhash.xxh3_64_hexdigest((folder / "again").read_bytes())
+
+    def mend(rng: Random, data: bytes, other: bytes) -> bytes:
+        size = int.from_bytes(data[:8], "little")
+        form = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["seqkv session"])
+        tensors = dict(safetensors.numpy.load(data))
+        del form["digest"]
+        for _ in range(rng.choice((1, 1, 2))):
+            name, kind = rng.choice(sorted(tensors)), rng.randrange(5)
+            array = tensors[name]
+            if kind < 2:
+                form = mutations.changed(rng, form)
+            elif kind == 2:
+                changed = mutations.raw(rng, array.tobytes()).ljust(array.nbytes, b"\0")[: array.nbytes]
+                tensors[name] = np.frombuffer(changed, array.dtype).reshape(array.shape)
+            elif kind == 3:
+                tensors[name] = array.reshape(-1)[: rng.randrange(array.size + 1)]
+            elif len(tensors) > 1:
+                del tensors[name]
+        digest = session_file._digest(form, safetensors.torch.load(safetensors.numpy.save(tensors)))
+        text = json.dumps(form | {"digest": digest})
+        return safetensors.numpy.save(tensors, metadata={"seqkv session": text})
+
+    return Target(((folder / "session").read_bytes(),), read, mend)
+
+
 def _fast() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
@@ -404,3 +455,5 @@ _MAKERS: dict[str, Callable[[], Target]] = {
     "store": _in_memory,
     "folder": _in_folder,
 }
+if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
+    _MAKERS["session"] = _session

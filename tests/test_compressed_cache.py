@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import save as to_bytes  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from seqkv import engine  # noqa: E402
 from seqkv.adapters import huggingface as hf  # noqa: E402
+from seqkv.adapters import session_file  # noqa: E402
 from seqkv.engine import CacheError, ProfileError, StreamError  # noqa: E402
 
 SIZES = {
@@ -346,6 +350,52 @@ def test_damaged_sessions_and_those_of_other_models_are_refused(llama: Any, prof
     path.write_bytes(data[:-9])
     with pytest.raises(StreamError):
         load(path, llama)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "another tier": {"tier": "far"},
+    "a loss below zero": {"kl": -1.0},
+    "a window of no tokens": {"window": 0},
+    "a window that is text": {"window": "16"},
+    "a piece of three numbers": {"pieces": [[0, 32, 64]]},
+    "a piece without an end": {"pieces": [[0]]},
+    "more pieces than streams": {"pieces": 1},
+    "a layer without a state": {"layers": [["CompressedLayer"]] * 3},
+    "a state of three parts": {"layers": [["CompressedLayer", {}, {}]] * 3},
+    "pairs that are none": {"layers": [["CompressedLayer", {"x": {"numbered": [[1, 2, 3]]}}]] * 3},
+    "a tensor that is not there": {"layers": [["CompressedLayer", {"keys": {"tensor": "none"}}]] * 3},
+    "no dtype": {"layers": [["CompressedLayer", {"dtype": {"torch": "nn", "device": False}}]] * 3},
+    "another format": {"format": session_file.FORMAT + 1},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_sessions_with_right_digests_but_wrong_parts_are_refused(llama: Any, name: str, tmp_path: Path) -> None:
+    cache, path = cache_of(llama), tmp_path / "session.safetensors"
+    llama(IDS, **{hf.cache_kwarg(llama): cache})
+    cache.save_session(path)
+    with safe_open(path, framework="pt") as file:
+        form = json.loads(file.metadata()["seqkv session"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    del form["digest"]
+
+    def write(form: dict[str, Any]) -> None:
+        text = json.dumps(form | {"digest": session_file._digest(form, tensors)})
+        path.write_bytes(to_bytes(tensors, metadata={"seqkv session": text}))
+
+    write(form)
+    hf.CompressedCache.load_session(path, llama)
+    write(form | WRONG[name])
+    with pytest.raises(StreamError):
+        hf.CompressedCache.load_session(path, llama)
+
+
+@pytest.mark.parametrize("text", ["null", "3", '"text"', "[]", "{}", "[" * 100_000, "{"])
+def test_what_is_no_session_is_refused(llama: Any, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "session.safetensors"
+    path.write_bytes(to_bytes({"ids": torch.zeros(1, 3)}, metadata={"seqkv session": text}))
+    with pytest.raises(StreamError, match="not a session"):
+        hf.CompressedCache.load_session(path, llama)
 
 
 @pytest.fixture(scope="module")
