@@ -70,7 +70,7 @@ def encode(
     measure: gives what a decoded cache loses, in nats, by running the model. Then a step is looked for at which that is
         at most kl, and the stream says what it was; without, the step is what texts of calibration needed.
     importance: attention received, [layers, tokens], float, in any unit (the adapters observe it); estimated from the
-        cache if not given.
+        cache if not given, at a finer step for the same kl.
     reference: another session's stream of the same profile, or an engine.Reference. What both begin with is copied;
         where it holds the same tokens later, at whatever place, only what differs is coded, and the stream needs it to
         be decoded. Coded on the CPU.
@@ -113,19 +113,21 @@ def encode(
     kv = kv.to(backend or kv.backend)
     with current(kv.keys[0]):
         mode: Mode = Free.measure(kv, where.blocks_of) if profile is None else Calibrated(profile)
-        classes = _classes(kv, mode, importance, where)
+        classes, curve = _classes(kv, mode, importance, where), mode.curve
+        if importance is None and profile is not None:
+            curve = rate_control.without_importance(curve)
 
         def at(index: int) -> tuple[dict[str, Any], list[Section]]:
             mode.begin()
             entries, sections = _near(kv, probs, mode, index, classes, reference, where)
             requested = float(kl) if step is None else None
-            about = {"requested": requested, "expected": _short(rate_control.kl_at(mode.curve, index))}
+            about = {"requested": requested, "expected": _short(rate_control.kl_at(curve, index))}
             return header | entries | {"kl": about}, sections + positions
 
         if step is not None:
             return write_padded(*at(quantiser.step_index(step)))
         if measure is None:
-            return write_padded(*at(rate_control.step_for(mode.curve, kl)))
+            return write_padded(*at(rate_control.step_for(curve, kl)))
         tried: dict[int, tuple[dict[str, Any], list[Section]]] = {}
 
         def attempt(index: int) -> float:
@@ -135,7 +137,7 @@ def encode(
             tried[index][0]["kl"]["measured"] = _short(lost)
             return lost
 
-        return write_padded(*tried[rate_control.search(mode.curve, kl, attempt)])
+        return write_padded(*tried[rate_control.search(curve, kl, attempt)])
 
 
 def decode(

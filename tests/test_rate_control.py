@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqkv.engine import CacheError, rate_control
+from seqkv import engine
+from seqkv.engine import CacheError, Profile, rate_control
 from seqkv.engine.quantiser import step_size
-from seqkv.engine.rate_control import COARSEST, FINEST, TRIES, check, kl_at, search, step_for
+from seqkv.engine.rate_control import COARSEST, ESTIMATED, FINEST, TRIES, check, kl_at, search, step_for
+from tests.conftest import Sample
 
 CURVE = np.array([[120.0, -5.0], [136.0, -7.0], [160.0, -11.0]])  # step index, log2 KL
 
@@ -108,3 +111,18 @@ def test_the_finest_step_may_lose_too_much() -> None:
 def test_a_loss_that_is_none(wrong: float) -> None:
     with pytest.raises(CacheError, match="measured loss"):
         search(CURVE, 0.01, lambda index: wrong)
+
+
+def test_a_cache_whose_importance_is_estimated_gets_a_finer_step(
+    profile: Profile, sample: Callable[..., Sample]
+) -> None:
+    one = sample(64)
+
+    def coded(importance: Any, **target: float) -> tuple[int, float]:
+        about = engine.inspect(engine.encode(one.kv, one.probs, profile=profile, importance=importance, **target))
+        return about["steps"][0], about["kl"]["expected"]
+
+    observed, estimated = coded(one.importance, kl=0.01), coded(None, kl=0.01)
+    assert estimated[0] < observed[0]
+    assert estimated[1] == pytest.approx(observed[1], rel=0.1)
+    assert coded(None, step=0.01)[1] == pytest.approx(ESTIMATED * coded(one.importance, step=0.01)[1], rel=0.01)
