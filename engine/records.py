@@ -30,6 +30,7 @@ RESOLUTION = 8  # steps a bit in which surprisal is kept: it weighs what to keep
 
 _INLINE, _TOKENS, _SURPRISAL = range(3)  # kinds of a record's sections
 _MOST_TOKENS = 1 << 31
+_LARGEST = 1 << 53  # number: of bytes, uses, seconds
 _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "str | None": (str, type(None)),
@@ -181,7 +182,8 @@ class Stream:
 
 
 def _check_kind(part: str, name: str, value: Any, kind: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, _KINDS[kind]):
+    number = isinstance(value, int | float)
+    if isinstance(value, bool) or not isinstance(value, _KINDS[kind]) or (number and not 0 <= value <= _LARGEST):
         raise StoreDamaged(f"{part} is damaged: its {name} is {value!r}")
 
 

@@ -141,7 +141,7 @@ def changed(rng: Random, value: Any, depth: int = 0) -> Any:
     if isinstance(value, int) and rng.randrange(4):
         return rng.choice((value + 1, value - 1, -value, 2 * value, value + 256, rng.choice(NUMBERS)))
     if isinstance(value, str) and value and rng.randrange(2):
-        return raw(rng, value.encode()).decode(errors="replace")
+        return raw(rng, value.encode(errors="replace")).decode(errors="replace")  # lone surrogates are strange already
     return rng.choice((*STRANGE, rng.choice(NUMBERS))) if depth else value
 
 

@@ -109,7 +109,7 @@ def test_what_sessions_share_is_stored_once_and_loses_no_more(
         loss = relative_error(kv, engine.decode(alone, profile=profile))
         assert relative_error(kv, store.get(name)) < 1.1 * loss
         if name == "again":
-            assert entry.own_bytes < 0.3 * len(alone)  # the index entry
+            assert entry.own_bytes < 9 * len(ids)  # the index entry: ids, surprisal, names of blobs
             assert entry.stream_bytes == len(alone)
         elif reference is not None:
             assert entry.own_bytes < 0.8 * len(alone)
@@ -388,7 +388,7 @@ def test_a_damaged_index(tmp_path: Path, put: Callable[..., Any], model: CausalM
         SessionStore(tmp_path, profile=profile)
 
 
-@pytest.mark.parametrize("after", range(4))
+@pytest.mark.parametrize("after", range(3))
 def test_a_full_disk(
     after: int, store: SessionStore, put: Callable[..., Any], model: CausalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
