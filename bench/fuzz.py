@@ -5,8 +5,8 @@
     python bench/fuzz.py --atheris [--minutes 10] [--targets near-delta]     (needs `pip install atheris`)
 
 What is read, and how it is altered: tests/fuzz_targets.py and tests/fuzz_mutations.py. Each worker is a process with
-64 MB of address space more than it has when it begins a stream; a parent kills it if one takes 20 seconds, and begins
-another if it dies. Outcomes, of each target:
+64 MB of address space more than it has when it begins a stream, what it freed before given back; a parent kills it if
+one takes 20 seconds, and begins another if it dies. Outcomes, of each target:
 
     refused     a SeqkvError
     same        read, as it was before it was altered: what was altered is not looked at, or was put right again
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import mmap
 import multiprocessing
@@ -85,6 +86,7 @@ class Fuzzer:
 
     def read(self, name: str, seed: int, mended: bool, data: bytes, limited: bool = True) -> tuple[str, str]:
         """Outcome, and of a finding where."""
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed is held yet, and would be room beyond the limit
         began = time.process_time()
         try:
             if limited:
