@@ -182,8 +182,8 @@ class Stream:
 
 
 def _check_kind(part: str, name: str, value: Any, kind: str) -> None:
-    number = isinstance(value, int | float)
-    if isinstance(value, bool) or not isinstance(value, _KINDS[kind]) or (number and not 0 <= value <= _LARGEST):
+    known = isinstance(value, _KINDS[kind]) and not isinstance(value, bool)
+    if not known or (isinstance(value, int | float) and not 0 <= value <= _LARGEST):
         raise StoreDamaged(f"{part} is damaged: its {name} is {value!r}")
 
 
