@@ -120,6 +120,7 @@ def encode_cache(
     profile: Any = None,
     kl: float = 0.01,
     step: float | None = None,
+    bits: float | None = None,
     measure: engine.codec.Measure | None = None,
     importance: Any = None,
     batch_index: int = 0,
@@ -130,7 +131,7 @@ def encode_cache(
         follow: after `generate`, the cache holds all tokens but the last.
     logits: [tokens, vocab] or [batch, tokens, vocab], the model's output for the same tokens, or None if it is not at
         hand.
-    profile, kl, step, measure: as in `engine.encode`, which runs where the cache is.
+    profile, kl, step, bits, measure: as in `engine.encode`, which runs where the cache is.
     importance: [layers, tokens] attention received, as `observe_attention` gives it.
     batch_index: which sequence of the batch.
 
@@ -146,7 +147,9 @@ def encode_cache(
         probs = TokenProbs.from_tokens(ids)
     else:
         probs = TokenProbs.from_logits((logits[batch_index] if logits.ndim == 3 else logits)[: kv.tokens], ids)
-    return engine.encode(kv, probs, profile=profile, kl=kl, step=step, measure=measure, importance=importance)
+    return engine.encode(
+        kv, probs, profile=profile, kl=kl, step=step, bits=bits, measure=measure, importance=importance
+    )
 
 
 def decode_cache(

@@ -50,6 +50,7 @@ def encode(
     profile: Profile | None = None,
     kl: float = 0.01,
     step: float | None = None,
+    bits: float | None = None,
     measure: Measure | None = None,
     importance: Any = None,
     reference: Any = None,
@@ -67,6 +68,7 @@ def encode(
     profile: of the model, from `calibrate`; None codes without calibration.
     kl: requested loss: mean KL in nats between the model's predictions from the true and from the decoded cache.
     step: quantiser step, instead of kl.
+    bits: a value at the most, all bytes counted, instead of kl: the finest step that takes no more. A few encodings.
     measure: gives what a decoded cache loses, in nats, by running the model. Then a step is looked for at which that is
         at most kl, and the stream says what it was; without, the step is what texts of calibration needed.
     importance: attention received, [layers, tokens], float, in any unit (the adapters observe it); estimated from the
@@ -84,8 +86,10 @@ def encode(
     """
     if tier not in TIERS:
         raise ValueError(f'tier must be "near", "lossless" or "tokens", not {tier!r}')
-    if measure is not None and (tier != "near" or step is not None):
+    if measure is not None and (tier != "near" or step is not None or bits is not None):
         raise ValueError('measure is of tier="near", to reach a kl')
+    if bits is not None and tier != "near":
+        raise ValueError('bits are of tier="near"')
     if tier != "tokens" and (model is not None or archive or repair):
         raise ValueError('model, archive and repair are of tier="tokens"')
     if probs.tokens != kv.tokens:
@@ -102,7 +106,7 @@ def encode(
     if tier == "lossless":
         entries, sections = lossless.encode(kv.to("cpu"), probs, profile)
         return write_padded(header | entries, sections + positions)
-    rate_control.check(kl, step)
+    rate_control.check(kl, step, bits)
     if kv.exact:
         kv.check_finite()
     if reference is not None:
@@ -120,12 +124,20 @@ def encode(
         def at(index: int) -> tuple[dict[str, Any], list[Section]]:
             mode.begin()
             entries, sections = _near(kv, probs, mode, index, classes, reference, where)
-            requested = float(kl) if step is None else None
+            requested = float(kl) if step is None and bits is None else None
             about = {"requested": requested, "expected": _short(rate_control.kl_at(curve, index))}
             return header | entries | {"kl": about}, sections + positions
 
         if step is not None:
             return write_padded(*at(quantiser.step_index(step)))
+        if bits is not None:
+            streams: dict[int, bytes] = {}
+
+            def take(index: int) -> float:
+                streams[index] = write_padded(*at(index))
+                return 8 * len(streams[index]) / kv.values_count
+
+            return streams[rate_control.search_bits(curve, bits, take)]
         if measure is None:
             return write_padded(*at(rate_control.step_for(curve, kl)))
         tried: dict[int, tuple[dict[str, Any], list[Section]]] = {}

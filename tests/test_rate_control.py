@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from seqkv import engine
 from seqkv.engine import CacheError, Profile, rate_control
 from seqkv.engine.quantiser import step_size
-from seqkv.engine.rate_control import COARSEST, ESTIMATED, FINEST, TRIES, check, kl_at, search, step_for
+from seqkv.engine.rate_control import COARSEST, ESTIMATED, FINEST, TRIES, check, kl_at, search, search_bits, step_for
 from tests.conftest import Sample
 
 CURVE = np.array([[120.0, -5.0], [136.0, -7.0], [160.0, -11.0]])  # step index, log2 KL
@@ -126,3 +126,43 @@ def test_a_cache_whose_importance_is_estimated_gets_a_finer_step(
     assert estimated[0] < observed[0]
     assert estimated[1] == pytest.approx(observed[1], rel=0.1)
     assert coded(None, step=0.01)[1] == pytest.approx(ESTIMATED * coded(one.importance, step=0.01)[1], rel=0.01)
+
+
+@given(st.floats(0.02, 20.0), st.floats(0.04, 0.08), st.floats(0.0, 0.02))
+def test_a_step_is_found_that_takes_the_bits_given(bits: float, slope: float, wobble: float) -> None:
+    def rate(index: int) -> float:
+        return float(0.3 * 2.0 ** (slope * (index - 140) + wobble * np.sin(37.0 * index)))
+
+    index = search_bits(CURVE, bits, rate)
+    assert bits / 1.15 <= rate(index) <= bits
+
+
+def test_too_few_bits_are_an_error() -> None:
+    with pytest.raises(CacheError, match=r"0\.001 bits a value were not reached: 0\.02"):
+        search_bits(CURVE, 0.001, lambda index: 0.02)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_cache_in_so_many_bits(known: bool, profile: Profile, sample: Callable[..., Sample]) -> None:
+    one, given = sample(600), profile if known else None
+    streams = [
+        engine.encode(one.kv, one.probs, profile=given, bits=bits, importance=one.importance) for bits in (4.0, 8.0)
+    ]
+    for stream, bits in zip(streams, (4.0, 8.0), strict=True):
+        assert bits / 1.1 < 8 * len(stream) / one.kv.values_count <= bits
+        assert engine.inspect(stream)["kl"]["requested"] is None
+    coarse, fine = (engine.inspect(stream)["steps"][0] for stream in streams)
+    assert fine < coarse
+
+
+def test_bits_go_with_nothing_else(sample: Callable[..., Sample]) -> None:
+    one = sample(8)
+    for options, message in (
+        ({"step": 0.01}, "one of step and bits"),
+        ({"measure": lambda kv: 0.0}, "to reach a kl"),
+        ({"tier": "lossless"}, 'bits are of tier="near"'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.encode(one.kv, one.probs, bits=2.0, **options)
+    with pytest.raises(ValueError, match="bits must be a positive number"):
+        engine.encode(one.kv, one.probs, bits=-1.0)
