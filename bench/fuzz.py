@@ -130,8 +130,9 @@ def work(connection: Connection, path: Path, options: argparse.Namespace, first:
     number, said = first, time.monotonic()
     while True:
         name, seed, mended, data = fuzzer.make(number)
-        now[_NOW.size : _NOW.size + len(data)] = data
-        now[: _NOW.size] = _NOW.pack(number, time.monotonic(), len(data), name.encode()[:24])
+        kept = data[: _ROOM - _NOW.size]  # for the parent, should this process die
+        now[_NOW.size : _NOW.size + len(kept)] = kept
+        now[: _NOW.size] = _NOW.pack(number, time.monotonic(), len(kept), name.encode()[:24])
         outcome, where = fuzzer.read(name, seed, mended, data)
         now[: _NOW.size] = _NOW.pack(number, 0.0, 0, b"")
         counts[name, outcome] += 1
