@@ -203,7 +203,7 @@ def _sizes(header: dict[str, Any]) -> dict[str, int]:
     coefs = sum(h * (k + v) for h, k, v in header["shape"]) * layers // len(header["shape"])
     tokens = header["tokens"]
     sizes = {"tokens": tokens, "layers": layers, "blocks": 2 * layers, "coefs": coefs, "chunks": -(-tokens // 256)}
-    return {name: max(1, int(size)) for name, size in sizes.items()}
+    return {name: max(1, int(min(size, 1 << 31))) for name, size in sizes.items()}
 
 
 def _larger(data: bytes, grown: dict[int, int], coefs: int) -> bytes:

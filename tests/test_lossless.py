@@ -334,3 +334,12 @@ def test_torch_bfloat16_keeps_its_bits() -> None:
     assert kv.dtype == "bfloat16"
     np.testing.assert_array_equal(bits(kv)[0].reshape(-1), np.arange(1 << 16))
     check(kv)
+
+
+def test_a_profile_that_a_stream_was_not_made_with_is_not_used(sample: Callable[..., Any], profile: Profile) -> None:
+    one = sample(40)
+    kv = KVCache(one.kv.keys, one.kv.values, rope=one.kv.rope, exact=True)
+    stream = engine.encode(kv, one.probs, tier="lossless")
+    back = engine.decode(stream, profile=profile)
+    for x, y in zip(kv.keys + kv.values, back.keys + back.values, strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
