@@ -136,13 +136,15 @@ class CompressedCache(Cache):
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take these sequences, in this order, as beam search asks for."""
-        super().reorder_cache(beam_idx)
-        self._select(beam_idx)
+        rows = self._rows(beam_idx)
+        super().reorder_cache(rows)
+        self._select(rows)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these sequences."""
-        super().batch_select_indices(indices)
-        self._select(indices)
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep these sequences: their indices, or a boolean mask over all."""
+        rows = self._rows(indices)
+        super().batch_select_indices(rows)
+        self._select(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence that many times."""
@@ -180,6 +182,20 @@ class CompressedCache(Cache):
         other.past.pieces, other.past.rope, other.chunk = list(past.pieces), past.rope, self.chunk
         other._ids, other.past.hidden = copy.deepcopy(self._ids, memo), copy.deepcopy(past.hidden, memo)
         return other
+
+    def _rows(self, given: Any) -> torch.Tensor:
+        """Indices of sequences, [rows]. CacheError, before anything is changed, if there are no such sequences."""
+        rows = torch.as_tensor(given)
+        known = (rows.dim() == 1 and not rows.is_floating_point()) or rows.shape == (0,)
+        if known and self._ids is not None:
+            batch = len(self._ids)
+            inside = len(rows) == batch if rows.dtype == torch.bool else ((rows >= -batch) & (rows < batch)).all()
+            known = bool(inside)
+        if not known:
+            raise CacheError(f"{given!r} are not sequences of this cache: give their indices, or a mask over all")
+        if rows.dtype == torch.bool:
+            return rows.nonzero()[:, 0]
+        return rows.long() if self._ids is None else rows.long() % len(self._ids)
 
     def _select(self, rows: torch.Tensor) -> None:
         chosen = rows.cpu()
