@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 
 from seqkv import engine
-from seqkv.adapters.parts import text_config
+from seqkv.adapters.parts import fingerprint, text_config
 from seqkv.adapters.past import Piece
 from seqkv.engine import CacheError, ProfileError, StreamError
 
@@ -76,7 +76,7 @@ def _built(
     cache = cls(model, profile=profile, keep_decoded=keep_decoded, **sizes)
     kinds = [kind for kind, _ in form["layers"]]
     if [type(layer).__name__ for layer in cache.layers] != kinds or form["model"] != _model_form(cache):
-        raise CacheError(f"{path} is of another model, {form['model']}, or of another release of transformers")
+        raise CacheError(f"{path} is of another model, {form['model']}, or of another release of this or transformers")
     pieces = []
     for number, (start, stop) in enumerate(form["pieces"]):
         names = [f"stream.{number}.{row}" for row in range(len(tensors["hidden"]))]
@@ -96,9 +96,11 @@ def _built(
 
 def _model_form(cache: Any) -> dict[str, Any]:
     """What tells models apart: loaded into another, a session would go on to nonsense."""
-    config = text_config(cache._model())
-    names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    return {name: getattr(config, name, None) for name in names}
+    model = cache._model()
+    if model is None:
+        raise CacheError("the model of this cache is gone: keep it while the cache is used")
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {"model_type": text_config(model).model_type, "dtype": dtype, "fingerprint": fingerprint(model)}
 
 
 def _digest(form: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:

@@ -15,13 +15,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from seqkv.adapters import huggingface as hf
+from seqkv.adapters import parts
 from seqkv.engine import KVCache, Rope, TokenProbs
 
-_FORM = (  # what of a configuration tells models of equal weights apart
-    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"),
-)
-_SAMPLE = 64  # values that the fingerprint takes of each parameter
 _ROWS = 64  # rows of [tokens, vocab] that are worked on at a time
 
 
@@ -55,18 +51,8 @@ class ModelSource:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits, the same for the same model in every process, on every device and in every dtype.
-
-        xxh3_128 of the shape of the model and of a few values of each parameter, rounded to bfloat16.
-        """
-        config = self.model.config.get_text_config(decoder=True).to_dict()
-        form = {name: config[name] for name in _FORM if config.get(name) is not None}
-        state = xxhash.xxh3_128(json.dumps(form, sort_keys=True, default=str).encode())
-        for parameter in self.model.parameters():
-            flat = parameter.detach().reshape(-1)
-            values = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].float().bfloat16().view(torch.int16)
-            state.update(json.dumps([list(parameter.shape), values.tolist()]).encode())
-        return state.hexdigest()
+        """Of the model, see `parts.fingerprint`."""
+        return parts.fingerprint(self.model)
 
     @functools.cached_property
     def tokenizer_fingerprint(self) -> str | None:
