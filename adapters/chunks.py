@@ -26,10 +26,12 @@ from seqkv.engine.recognition import Recogniser, placed
 Tier = Literal["near", "lossless"]
 Ropes = Rope | Sequence[Rope | None] | None
 
-_HEADER = struct.Struct("<4sBxxxQQ")  # magic, what follows, its length, its xxh3_64
-_MAGIC, _AS_IS, _STREAM = b"SQKC", 0, 1
-OVERHEAD = _HEADER.size  # bytes that a chunk takes at most beside those that it has in memory
+_HEADER = struct.Struct("<4sBBxx4IQ")  # magic, what follows, dtype, [planes, layers, tokens, width], bytes that follow
+_DIGEST = struct.Struct("<Q")  # xxh3_64 of the header and of what follows
+_MAGIC, _AS_IS, _STREAM = b"SQC2", 0, 1
+OVERHEAD = _HEADER.size + _DIGEST.size  # bytes that a chunk takes at most beside those that it has in memory
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_NUMBERS = tuple(_DTYPES)  # the header has a dtype's place here
 _log = logging.getLogger(__name__)
 
 
@@ -110,20 +112,24 @@ class ChunkCodec:
             _log.warning("a chunk is kept as it is: %s", error)
             stream = b""
         if 0 < len(stream) < chunk.nbytes:
-            return _framed(_STREAM, stream)
-        return _framed(_AS_IS, chunk.contiguous().view(torch.uint8).numpy().tobytes())
+            return _framed(_STREAM, stream, chunk)
+        return _framed(_AS_IS, chunk.contiguous().view(torch.uint8).numpy().tobytes(), chunk)
 
     def decode(self, data: Any, chunk: torch.Tensor) -> None:
         """Write the chunk that `data` holds into `chunk`, which has its shape and dtype. `data` may be longer.
 
-        StreamError if it is damaged, or of another shape or dtype; ProfileError if it needs another profile. What is in
-        `chunk` then is not to be used.
+        StreamError if it is damaged, or of another shape or dtype; ProfileError if it needs another profile; CacheError
+        if this codec's heads do not fit in it. What is in `chunk` then is not to be used.
         """
-        kind, body = _unframed(memoryview(data).cast("B"))
+        kind, about, body = _unframed(memoryview(data).cast("B"))
+        here = _DTYPES.get(chunk.dtype, str(chunk.dtype)), _shape(chunk)
+        if about != here:
+            raise StreamError(f"the chunk is {about[0]} {about[1]}, the buffer {here[0]} {here[1]}")
+        _heads_of(chunk, self.head)  # refuses what is not of this model
         host = chunk if chunk.device.type == "cpu" else torch.empty_like(chunk, device="cpu")
         if kind == _AS_IS:
             if body.nbytes != host.nbytes:
-                raise StreamError(f"the chunk has {body.nbytes} bytes, the buffer {host.nbytes}")
+                raise StreamError(f"altered: the chunk has {body.nbytes} bytes, the buffer {host.nbytes}")
             as_bytes = torch.from_numpy(np.frombuffer(body, np.uint8).copy())
             host.copy_(as_bytes.view(host.dtype).view(host.shape))
         else:
@@ -186,20 +192,36 @@ def _heads_of(chunk: torch.Tensor, head: tuple[int, int] | None) -> list[tuple[t
     return list(zip(keys.transpose(1, 2), values.transpose(1, 2), strict=True))
 
 
-def _framed(kind: int, body: bytes) -> bytes:
-    return _HEADER.pack(_MAGIC, kind, len(body), xxhash.xxh3_64_intdigest(body)) + body
+def _shape(chunk: torch.Tensor) -> tuple[int, ...]:
+    """With the plane's own axis, which a chunk of one plane may lack."""
+    return (1, *chunk.shape) if chunk.ndim == 3 else tuple(chunk.shape)
 
 
-def _unframed(data: memoryview) -> tuple[int, memoryview]:
-    if data.nbytes < _HEADER.size:
-        raise StreamError(f"truncated: a chunk has {_HEADER.size} bytes or more, this one {data.nbytes}")
-    magic, kind, length, digest = _HEADER.unpack(data[: _HEADER.size])
-    body = data[_HEADER.size : _HEADER.size + length]
-    if magic != _MAGIC or kind not in (_AS_IS, _STREAM):
-        raise StreamError("not a chunk that seqkv wrote")
-    if body.nbytes < length or xxhash.xxh3_64_intdigest(body) != digest:
+def _framed(kind: int, body: bytes, chunk: torch.Tensor) -> bytes:
+    header = _HEADER.pack(_MAGIC, kind, _NUMBERS.index(chunk.dtype), *_shape(chunk), len(body))
+    return header + _DIGEST.pack(_digest(header, body)) + body
+
+
+def _unframed(data: memoryview) -> tuple[int, tuple[str, tuple[int, ...]], memoryview]:
+    """What follows, the chunk's dtype and shape, and the bytes that follow."""
+    if data.nbytes < OVERHEAD:
+        raise StreamError(f"truncated: a chunk has {OVERHEAD} bytes or more, this one {data.nbytes}")
+    magic, kind, number, *shape, length = _HEADER.unpack(data[: _HEADER.size])
+    if magic != _MAGIC:
+        raise StreamError("not a chunk that this release of seqkv wrote")
+    body = data[OVERHEAD : OVERHEAD + length]
+    (digest,) = _DIGEST.unpack(data[_HEADER.size : OVERHEAD])
+    if body.nbytes < length or _digest(data[: _HEADER.size], body) != digest:
         raise StreamError("altered or truncated: the chunk does not match its checksum")
-    return kind, body
+    if kind not in (_AS_IS, _STREAM) or number >= len(_NUMBERS):
+        raise StreamError(f"not understood: a chunk of kind {kind}, dtype {number}")
+    return kind, (_DTYPES[_NUMBERS[number]], tuple(shape)), body
+
+
+def _digest(header: bytes | memoryview, body: bytes | memoryview) -> int:
+    state = xxhash.xxh3_64(header)
+    state.update(body)
+    return state.intdigest()
 
 
 def _rope(given: Any) -> Rope | None:

@@ -142,6 +142,40 @@ def test_another_buffer_is_refused(tier: Any, other: dict[str, int]) -> None:
         codec.decode(data, torch.empty_like(chunk, dtype=torch.float32))
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((2, 2, 6, 16), torch.float16),
+        ((2, 2, 6, 8), torch.float32),
+        ((2, 6, 2, 16), torch.bfloat16),
+        ((1, 2, 6, 32), torch.bfloat16),
+        ((2, 12, 16), torch.bfloat16),
+        ((2, 2, 6, 16), torch.int16),
+    ],
+)
+def test_a_buffer_of_as_many_bytes_is_refused(shape: tuple[int, ...], dtype: Any) -> None:
+    noise = torch.randint(-(2**15), 2**15, (2, 2, 6, 16), dtype=torch.int16).view(torch.bfloat16)
+    codec = ChunkCodec(head=(WIDTH, WIDTH), tier="lossless")
+    data = codec.encode(noise)
+    assert len(data) == noise.nbytes + OVERHEAD  # kept as it is
+    with pytest.raises(StreamError, match=r"bfloat16 \(2, 2, 6, 16\), the buffer"):
+        codec.decode(data, torch.zeros(shape, dtype=dtype))
+    with pytest.raises(CacheError, match="do not fit"):
+        ChunkCodec(head=(5, 5)).decode(data, torch.zeros_like(noise))
+
+
+def test_every_bit_before_the_body_is_covered() -> None:
+    chunk = planes(smooth())
+    chunk[0, 0, 0, 0] = float("nan")
+    codec = ChunkCodec(head=(WIDTH, WIDTH))
+    data = codec.encode(chunk)
+    for bit in range(8 * OVERHEAD):
+        altered = bytearray(data)
+        altered[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(StreamError, match="checksum|this release"):
+            codec.decode(altered, torch.empty_like(chunk))
+
+
 def test_chunks_that_are_not_of_the_model(profile: Profile) -> None:
     with pytest.raises(CacheError, match="float8"):
         ChunkCodec().encode(torch.zeros(2, 1, 4, 8).to(torch.float8_e4m3fn))
