@@ -158,6 +158,12 @@ def make(decoder: Any, config: Any) -> tuple[list[Any], dict[int, Any]]:
     return layers, coded
 
 
+def hold(layers: list[Any], columns: int) -> bool:
+    """Whether all are known to hold that many columns. What a linear-attention state has seen, nobody can tell."""
+    kinds = (CompressedLayer, cache_utils.DynamicSlidingWindowLayer)
+    return all(type(layer) in kinds and layer.get_seq_length() == columns for layer in layers)
+
+
 def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
     """All tensors that a layer holds, whatever kind it is."""
     stack = list(vars(layer).values())

@@ -153,7 +153,11 @@ class CompressedCache(Cache):
             self._select(torch.arange(len(self._ids)).repeat_interleave(repeats))
 
     def save_session(self, path: str | Path) -> None:
-        """Write everything as a safetensors file, whole or not at all. CacheError if a layer holds what it cannot."""
+        """Write everything as a safetensors file, whole or not at all.
+
+        CacheError if a layer holds what a file cannot, or after a forward pass that failed on its way.
+        """
+        self._agreed()
         session_file.save(self, path)
 
     @classmethod
@@ -210,6 +214,23 @@ class CompressedCache(Cache):
             raise CacheError("a forward pass ended before the last layer: reset the cache, or load a session")
         return lengths.pop()
 
+    def _agreed(self) -> int:
+        """Columns that layers, ids and mask hold. CacheError if they differ.
+
+        A call that failed before the first layer, as with an id that is not in the vocabulary, is forgotten.
+        """
+        length, start = self._length(), self.past.stop
+        if self._ids is not None and start + self._ids.shape[1] > length and cache_layers.hold(self.layers, length):
+            if length == 0:
+                self._ids = self.past.hidden = None  # the next call may be of another number of sequences
+            elif self.past.hidden is not None:
+                self._ids, self.past.hidden = self._ids[:, : length - start], self.past.hidden[:, :length]
+        told = (0, 0) if self._ids is None else (len(self._ids), start + self._ids.shape[1])
+        masked = (0, 0) if self.past.hidden is None else tuple(self.past.hidden.shape)
+        if told != masked or told[1] != length:
+            raise CacheError("a call before this one did not go through: reset the cache, or load a session")
+        return length
+
     def saw(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """What a call of the model is about to add. Called by the hook, before it."""
         given = [kwargs.get("cache"), kwargs.get("past_key_values"), *args]
@@ -218,9 +239,7 @@ class CompressedCache(Cache):
         ids = kwargs.get("input_ids", args[0] if args and args[0] is not self else None)
         if ids is None:
             raise CacheError("a CompressedCache needs the token ids: call the model with input_ids, not inputs_embeds")
-        length = self._length()
-        if self._ids is not None and self.past.stop + self._ids.shape[1] != length:
-            raise CacheError("a call before this one did not go through: reset the cache, or load a session")
+        length = self._agreed()
         self._see_mask(kwargs.get("attention_mask"), length, *ids.shape)
         new = ids.detach().cpu()
         self._ids = new if self._ids is None else torch.cat([self._ids, new], dim=1)

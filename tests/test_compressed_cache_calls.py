@@ -61,3 +61,53 @@ def test_a_session_loads_for_its_own_model_alone(tmp_path: Path) -> None:
     for other in (tuned, turned, make("full attention", torch.bfloat16)):
         with pytest.raises(CacheError, match="another model"):
             load(path, other)
+
+
+@pytest.mark.parametrize("kind", ["full attention", "sliding windows too"])
+@pytest.mark.parametrize("before", [0, 10, 170])
+def test_a_call_that_failed_before_the_first_layer_is_forgotten(kind: str, before: int, tmp_path: Path) -> None:
+    model, path = make(kind), tmp_path / "session.safetensors"
+    name, cache, plain = hf.cache_kwarg(model), cache_of(model), DynamicCache(config=model.config)
+    if before:
+        for one in (cache, plain):
+            model(IDS[:, :before], **{name: one})
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            model(torch.tensor([[5, 970, 6]]), **{name: cache})
+    cache.save_session(path)
+    loaded = hf.CompressedCache.load_session(path, model)
+    with pytest.raises(IndexError):
+        model(torch.tensor([[970]]), **{name: cache})
+    expected = model(IDS[:, :9], **{name: plain}).logits
+    for one in (cache, loaded):
+        torch.testing.assert_close(model(IDS[:, :9], **{name: one}).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_failed_first_call_does_not_settle_the_number_of_sequences() -> None:
+    model = make("full attention")
+    name, cache = hf.cache_kwarg(model), cache_of(model)
+    with pytest.raises(IndexError):
+        model(torch.tensor([[970]]), **{name: cache})
+    assert torch.equal(model(THREE, **{name: cache}).logits, model(THREE).logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"), [("full attention", 1), ("sliding windows too", 1), ("linear attention too", 1), ("hybrid", 0)]
+)
+def test_a_call_that_failed_on_its_way_never_replaces_a_session(
+    kind: str, layer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = make(kind), tmp_path / "session.safetensors"
+    name, cache = hf.cache_kwarg(model), cache_of(model)
+    model(IDS, **{name: cache})
+    cache.save_session(path)
+    good = path.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(model.model.layers[layer], "forward", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(IDS[:, :1], **{name: cache})
+    with pytest.raises(CacheError, match="reset the cache"):
+        cache.save_session(path)
+    assert path.read_bytes() == good and [one.name for one in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(CacheError, match="reset the cache"):
+        model(IDS[:, :1], **{name: cache})
