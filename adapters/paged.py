@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from seqkv.engine import CacheError
-from seqkv.engine.arrays import on_device
+from seqkv.engine.arrays import host_integers, on_device
 from seqkv.engine.trie import Prefix
 
 
@@ -31,7 +31,8 @@ class Pages:
 
     pages: [blocks, kv_heads, block_size, 2 * width], in whatever order in memory.
     order: where in a head's page the numbers are: [2, block_size, width] int64, for keys and values offsets into its
-        block_size * 2 * width numbers. If not given, keys are the first half of the last axis, values the second.
+        block_size * 2 * width numbers, which are then without gaps in memory. If not given, keys are the first half of
+        the last axis, values the second.
 
     CacheError if shapes do not fit.
     """
@@ -46,10 +47,18 @@ class Pages:
         places = torch.arange(self.block_size * 2 * self.width)
         if order.shape != (2, self.block_size, self.width) or not torch.equal(order.flatten().sort().values, places):
             raise CacheError(f"order: not the places of all numbers of a page of shape {tuple(pages.shape[2:])}")
-        self._flat = pages.view(self.blocks, self.heads, -1)
+        try:
+            self._flat = pages.view(self.blocks, self.heads, -1)
+        except RuntimeError as error:
+            raise CacheError(
+                f"pages with an order need a head's page in one piece of memory, not with strides {pages.stride()}"
+            ) from error
 
     def read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the tokens in some slots [tokens], in new memory: [kv_heads, tokens, width] each."""
+        """Keys and values of the tokens in some slots, in new memory: [kv_heads, tokens, width] each.
+
+        slots: [tokens] integers. CacheError if one is outside the pages.
+        """
         block, inside = self._split(slots)
         if self.order is None:
             keys, values = self.pages[block, :, inside].permute(1, 0, 2).split(self.width, -1)
@@ -58,11 +67,14 @@ class Pages:
         return sides[0].permute(2, 0, 1).contiguous(), sides[1].permute(2, 0, 1).contiguous()
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """The opposite of `read`; nothing else is written. Numbers are rounded to the pages' dtype."""
-        shape = (self.heads, len(slots), self.width)
+        """The opposite of `read`; nothing else is written. Numbers are rounded to the pages' dtype.
+
+        CacheError also if a slot is given twice, or keys and values do not fit.
+        """
+        block, inside = self._split(slots, once=True)
+        shape = (self.heads, len(block), self.width)
         if keys.shape != shape or values.shape != shape:
             raise CacheError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} do not fit pages for {shape}")
-        block, inside = self._split(slots)
         sides = [side.to(self.pages.device, self.pages.dtype) for side in (keys, values)]
         if self.order is None:
             self.pages[block, :, inside] = torch.cat(sides, -1).permute(1, 0, 2)
@@ -70,12 +82,17 @@ class Pages:
         for order, side in zip(self.order, sides, strict=True):
             self._flat[block[:, None], :, order[inside]] = side.permute(1, 2, 0)
 
-    def _split(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and offset of each slot, where the pages are."""
-        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self.blocks * self.block_size:
-            raise CacheError(f"slots {slots.tolist()} are not all in {self.blocks} blocks of {self.block_size}")
-        slots = slots.to(self.pages.device)
-        return slots // self.block_size, slots % self.block_size
+    def _split(self, slots: torch.Tensor, once: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block and offset of each slot, where the pages are. once: no slot may be there twice."""
+        places = host_integers(slots, "slots")
+        if places.ndim != 1:
+            raise CacheError(f"slots: expected [tokens] integers, got shape {places.shape}")
+        if len(places) and not 0 <= places.min() <= places.max() < self.blocks * self.block_size:
+            raise CacheError(f"slots {places.tolist()} are not all in {self.blocks} blocks of {self.block_size}")
+        if once and len(np.unique(places)) != len(places):
+            raise CacheError(f"slots: expected {len(places)} different integers, got {len(np.unique(places))}")
+        there = torch.from_numpy(places).to(self.pages.device)
+        return there // self.block_size, there % self.block_size
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,36 @@ def test_what_does_not_fit_is_refused() -> None:
         pages.write(torch.tensor([0]), torch.zeros(2, 2, 6), torch.zeros(2, 2, 6))
 
 
+def test_an_order_needs_a_page_in_one_piece() -> None:
+    apart = torch.zeros(4, BLOCK, 2, 12).transpose(1, 2)
+    with pytest.raises(CacheError, match="one piece of memory"):
+        paged.Pages(apart, shuffled(BLOCK, 6))
+
+
+@pytest.mark.parametrize("order", [None, shuffled])
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        (torch.tensor([1, 1, 2, 3]), "4 different integers, got 3"),
+        (torch.tensor([True, False, True, False]), "integers, got bool"),
+        (torch.tensor([0.0, 1, 2, 3]), "integers, got float32"),
+        (torch.tensor([[0], [1], [2], [3]]), r"shape \(4, 1\)"),
+        (torch.tensor(3), r"shape \(\)"),
+        ([0, 1, 2, 3 * BLOCK], "not all in"),
+        ([0, 1, [2], 3], "slots|read as an array"),
+    ],
+)
+def test_slots_that_are_wrong_are_refused(order: Any, slots: Any, message: str) -> None:
+    memory = torch.zeros(3, 2, BLOCK, 12)
+    pages = paged.Pages(memory, None if order is None else order(BLOCK, 6))
+    with pytest.raises(CacheError, match=message):
+        pages.write(slots, torch.ones(2, 4, 6), torch.ones(2, 4, 6))
+    assert not memory.any()
+    if "different" not in message:
+        with pytest.raises(CacheError, match=message):
+            pages.read(slots)
+
+
 class Stored:
     """What is in the store, for `Prompts`."""
 
