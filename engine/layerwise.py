@@ -80,14 +80,35 @@ class LayerDecoder:
 
         keys, values: [blocks, kv_heads, block, width] float32, float16, or uint16 with the bits of bfloat16.
         slots: [tokens] different integers: token t goes to place slots[t] % block of block slots[t] // block; t itself
-            if not given. ValueError if one is outside.
+            if not given.
+
+        ValueError, before anything is written, if arrays or slots do not fit, or after the last layer.
         """
+        self._check(keys, values, slots)
         block = 2 * self.layer
         self._turns.to_heads(self._block(block), self._rope[self.layer], keys, slots)
         self._turns.to_heads(self._block(block + 1), None, values, slots)
         self.layer += 1
         kept = self._profile.sources(block + 2) if self.layer < len(self._profile.shape) else range(0)
         self._decoded = {b: decoded for b, decoded in self._decoded.items() if b in kept}
+
+    def _check(self, keys: NDArray[Any], values: NDArray[Any], slots: NDArray[np.int64] | None) -> None:
+        if self.layer == len(self._profile.shape):
+            raise ValueError(f"all {self.layer} layers have been read: make another LayerDecoder to read them again")
+        heads, *widths = self._profile.shape[self.layer]
+        for name, array, width in zip(("keys", "values"), (keys, values), widths, strict=True):
+            if array.ndim != 4 or (array.shape[1], array.shape[3]) != (heads, width):
+                raise ValueError(
+                    f"{name} of layer {self.layer}: expected [blocks, {heads}, block, {width}], got shape {array.shape}"
+                )
+            places = np.arange(self.tokens) if slots is None else slots
+            if places.shape != (self.tokens,) or places.dtype.kind not in "iu":
+                raise ValueError(f"slots: expected {self.tokens} integers, got {places.dtype} of shape {places.shape}")
+            room = array.shape[0] * array.shape[2]
+            if not 0 <= int(places.min()) <= int(places.max()) < room:
+                raise ValueError(f"{name} of layer {self.layer}: a slot from 0 to {room - 1} is needed for each token")
+        if slots is not None and len(np.unique(slots)) != self.tokens:
+            raise ValueError(f"slots: expected {self.tokens} different integers, some are there twice")
 
     def _block(self, block: int) -> NDArray[np.float32]:
         """A decoded block, [tokens, channels], keys un-rotated; those that predict it have been decoded."""

@@ -86,3 +86,37 @@ def test_what_it_does_not_take_is_refused(
     (other,) = parts_of(sample(40, dtype="float16"), [0, 40], profile)
     with pytest.raises(CacheError, match="not of one sequence"):
         LayerDecoder([near, other], profile)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "slots", "message"),
+    [
+        (((1, 4, 40, 4), (1, 2, 40, 6)), None, r"keys of layer 0: expected \[blocks, 2, block, 8\]"),
+        (((1, 2, 40, 8), (1, 2, 40, 7)), None, "values of layer 0"),
+        (((2, 40, 8), (2, 40, 6)), None, "keys of layer 0"),
+        (((1, 2, 39, 8), (1, 2, 40, 6)), None, "from 0 to 38"),
+        (((1, 2, 40, 8), (1, 2, 39, 6)), None, "values of layer 0: a slot from 0 to 38"),
+        (((1, 2, 40, 8), (1, 2, 40, 6)), np.arange(40) // 2, "different integers"),
+        (((1, 2, 40, 8), (1, 2, 40, 6)), np.arange(40) - 1, "from 0 to 39"),
+        (((1, 2, 40, 8), (1, 2, 40, 6)), np.arange(39), "expected 40 integers"),
+        (((1, 2, 40, 8), (1, 2, 40, 6)), np.arange(40.0), "got float64"),
+        (((1, 2, 40, 8), (1, 2, 40, 6)), np.ones(40, bool), "got bool"),
+    ],
+)
+def test_arrays_and_slots_that_do_not_fit_are_refused(
+    sample: Callable[..., Any], profile: Profile, shapes: Any, slots: Any, message: str
+) -> None:
+    decoder = LayerDecoder(parts_of(sample(40), [0, 40], profile), profile)
+    keys, values = (np.zeros(shape, np.float32) for shape in shapes)
+    with pytest.raises(ValueError, match=message):
+        decoder.into(keys, values, slots)
+    assert decoder.layer == 0 and not keys.any() and not values.any()
+
+
+def test_no_layer_follows_the_last(sample: Callable[..., Any], profile: Profile) -> None:
+    decoder = LayerDecoder(parts_of(sample(40), [0, 40], profile), profile)
+    for heads, key, value in profile.shape:
+        arrays = np.empty((1, heads, 40, key), np.float32), np.empty((1, heads, 40, value), np.float32)
+        decoder.into(*arrays)
+    with pytest.raises(ValueError, match="all 3 layers have been read"):
+        decoder.into(*arrays)
