@@ -59,10 +59,32 @@ class Target:
                     )
                 if (not paged and block != tokens) or places.max() >= blocks * block:
                     raise CacheError(f"{name} of layer {layer}: {tokens} tokens do not fit shape {array.shape}")
-        if len({place_of(array) for side in sides for array in side}) != 1:
+                if _overlaps_itself(whole):
+                    raise CacheError(f"{name} of layer {layer}: several numbers of the array share memory")
+        arrays = [array for side in sides for array in side]
+        if len({_address(array) for array in arrays}) != len(arrays):
+            raise CacheError("keys and values of all layers need arrays of their own: one was given twice")
+        if len({place_of(array) for array in arrays}) != 1:
             raise CacheError("keys and values must all be in host memory, or all on the same device")
         return cls(sides[0], sides[1], places, own=False), "cuda" if on_device(sides[0][0]) else "cpu"
 
     def side(self, layer: int, is_value: int) -> Any:
         """The array of a layer's keys or values."""
         return (self.values if is_value else self.keys)[layer]
+
+
+def _overlaps_itself(array: Any) -> bool:
+    """Whether a step along an axis may end where the axes of smaller steps have been, as it does in what is broadcast;
+    never so in an array without gaps, or a slice of one, in whatever order its axes are."""
+    axes = sorted((abs(stride), size) for stride, size in zip(array.strides, array.shape, strict=True) if size > 1)
+    reach = array.itemsize
+    for stride, size in axes:
+        if stride < reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _address(array: Any) -> int:
+    """Of the first number."""
+    return int(array.data.ptr if on_device(array) else array.__array_interface__["data"][0])

@@ -95,6 +95,46 @@ def test_what_does_not_fit_is_refused(arrays: Any, slots: Any, message: str, cod
         engine.decode_into(coded[0], *arrays, slots=slots, profile=profile)
 
 
+def expanded() -> tuple[list[Any], list[Any]]:
+    keys, values = plain()
+    return [torch.zeros(1, TOKENS, KEY).expand(HEADS, TOKENS, KEY), *keys[1:]], values
+
+
+def windows() -> tuple[list[Any], list[Any]]:
+    """Each token begins where the one before it has a number still."""
+    keys, values = plain()
+    return keys, [*values[:2], torch.zeros(HEADS, TOKENS + VALUE - 1).unfold(1, VALUE, 1)]
+
+
+def twice() -> tuple[list[Any], list[Any]]:
+    keys, values = plain()
+    return [keys[0], keys[1], keys[0]], values
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (expanded(), "keys of layer 0: several numbers of the array share memory"),
+        (windows(), "values of layer 2: several numbers"),
+        (twice(), "one was given twice"),
+    ],
+    ids=["expanded", "windows", "twice"],
+)
+def test_arrays_that_share_memory_are_refused(arrays: Any, message: str, coded: Any, profile: Profile) -> None:
+    with pytest.raises(CacheError, match=message):
+        engine.decode_into(coded[0], *arrays, profile=profile)
+
+
+def test_parts_of_one_array_are_taken_in_any_order_of_axes(coded: Any, profile: Profile) -> None:
+    stream, whole = coded
+    memory = np.zeros((TOKENS, LAYERS, HEADS + 1, 2 * KEY), np.float32)
+    keys = [memory[:, layer, :HEADS, ::2].transpose(1, 0, 2) for layer in range(LAYERS)]
+    values = [memory[:, layer, HEADS:0:-1, 1 : 2 * VALUE : 2].transpose(1, 0, 2) for layer in range(LAYERS)]
+    engine.decode_into(stream, keys, values, profile=profile)
+    for ours, theirs in zip(keys + values, whole.keys + whole.values, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
