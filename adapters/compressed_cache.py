@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,8 @@ class CompressedCache(Cache):
         check(kl, None)
         if tier not in ("near", "lossless"):
             raise ValueError(f'tier must be "near" or "lossless", not {tier!r}')
-        if window < 1:
-            raise ValueError(f"window must be at least 1, not {window}")
+        if isinstance(window, bool) or not isinstance(window, int | Integral) or window < 1:
+            raise ValueError(f"window must be an integer of at least 1, not {window!r}")
         if getattr(model.config, "is_encoder_decoder", False):
             raise CacheError(
                 "a CompressedCache is of a decoder alone: encoder-decoder models keep another kind of cache"
@@ -73,7 +74,7 @@ class CompressedCache(Cache):
                 f"no layer of this model can be compressed, they are {', '.join(kinds)}: use a DynamicCache"
             )
         super().__init__(layers=layers)
-        self.past, self.window, self.keep_decoded = Past(profile, kl, tier, len(coded)), window, keep_decoded
+        self.past, self.window, self.keep_decoded = Past(profile, kl, tier, len(coded)), int(window), keep_decoded
         self.chunk = CHUNK_WITHOUT_PROFILE if profile is None else CHUNK
         self.coded = coded
         for index, layer in enumerate(coded.values()):
@@ -136,7 +137,7 @@ class CompressedCache(Cache):
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take these sequences, in this order, as beam search asks for."""
-        rows = self._rows(beam_idx)
+        rows: Any = self._rows(beam_idx)  # to transformers a LongTensor
         super().reorder_cache(rows)
         self._select(rows)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -111,3 +112,15 @@ def test_a_call_that_failed_on_its_way_never_replaces_a_session(
     assert path.read_bytes() == good and [one.name for one in tmp_path.iterdir()] == [path.name]
     with pytest.raises(CacheError, match="reset the cache"):
         model(IDS[:, :1], **{name: cache})
+
+
+@pytest.mark.parametrize("window", ["3", None, float("nan"), float("inf"), 1.5, 2.0, True, 0, -1, [1]], ids=repr)
+def test_a_window_is_an_integer_of_at_least_1(window: Any) -> None:
+    with pytest.raises(ValueError, match="window must be an integer of at least 1"):
+        hf.CompressedCache(make("full attention"), window=window)
+
+
+def test_a_window_may_be_numpys_integer(tmp_path: Path) -> None:
+    model, path = make("full attention"), tmp_path / "session.safetensors"
+    hf.CompressedCache(model, window=np.int64(3)).save_session(path)  # type: ignore[arg-type]
+    assert hf.CompressedCache.load_session(path, model).window == 3
