@@ -20,7 +20,7 @@ import xxhash
 
 from seqkv import engine
 from seqkv.adapters.torch_tensors import to_tensor
-from seqkv.engine import CacheError, KVCache, Profile, Rope, StreamError, TokenProbs
+from seqkv.engine import CacheError, KVCache, Profile, Rope, StreamError, TokenProbs, rate_control
 from seqkv.engine.recognition import Recogniser, placed
 
 Tier = Literal["near", "lossless"]
@@ -62,6 +62,9 @@ class ChunkCodec:
         for name, value in (("kl", kl), ("step", step)):
             if value is not None and not (isinstance(value, float | int) and math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be a positive number, not {value!r}")
+        rate_control.check(kl, step)
+        if head is not None and not (len(head) == 2 and all(isinstance(w, int) and w > 0 for w in head)):
+            raise ValueError(f"head must be (key width, value width), 1 or more each, not {head!r}")
         self.profile, self.rope, self.tier, self.kl, self.step = profile, rope, tier, kl, step
         self.head = profile.shape[0][1:] if profile is not None else head
         turning = [r for r in ([rope] if isinstance(rope, Rope) else rope or ()) if r is not None]

@@ -172,7 +172,7 @@ def test_every_bit_before_the_body_is_covered() -> None:
     for bit in range(8 * OVERHEAD):
         altered = bytearray(data)
         altered[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(StreamError, match="checksum|this release"):
+        with pytest.raises(StreamError, match=r"checksum|this release"):
             codec.decode(altered, torch.empty_like(chunk))
 
 
@@ -192,6 +192,12 @@ def test_chunks_that_are_not_of_the_model(profile: Profile) -> None:
     ropes = [Rope.from_theta(1e4, WIDTH), None, Rope.from_theta(1e6, WIDTH)]
     with pytest.raises(CacheError, match="differently"):
         ChunkCodec(head=(WIDTH, WIDTH), rope=ropes).encode(torch.zeros(2, 2, 4, 8))
+
+
+@pytest.mark.parametrize("head", [(0, 0), (8, 0), (-8, -8), (8,), (8, 8.0)])
+def test_heads_that_cannot_be_are_refused(head: Any) -> None:
+    with pytest.raises(ValueError, match="head must be"):
+        ChunkCodec(head=head)
 
 
 def test_a_stage_of_a_pipeline_takes_the_rotation_that_all_have() -> None:
@@ -222,6 +228,7 @@ def test_configurations(tmp_path: Path, profile: Profile) -> None:
         ({"kl": "0.01"}, "kl"),
         ({"kl": 0}, "kl"),
         ({"step": float("nan")}, "step"),
+        ({"step": 1e30}, "step 1e\\+30 is out of range"),
         ({"stpe": 1}, "stpe"),
         ({"profile": "somewhere"}, "turned"),
         ({"rope": {"theta": 1e4, "dim": 8}}, "how wide"),
