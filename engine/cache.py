@@ -25,6 +25,7 @@ from seqkv.engine.arrays import (
 )
 from seqkv.engine.errors import CacheError
 
+LARGEST_SCALING = 1e6  # of a Rope; 1 / this is the smallest
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -34,7 +35,8 @@ class Rope:
 
     inv_freq: [rotary_dim / 2] float32 or float64, radians a position. With rotary_dim < head_dim only the first
         rotary_dim channels of a head are turned (partial rotary).
-    scaling: factor on the turned channels (transformers' attention_scaling; 1 unless YaRN or the like).
+    scaling: factor on the turned channels (transformers' attention_scaling; 1 unless YaRN or the like), 1e-6 to
+        1e6.
     layout: "half" pairs channel i with i + rotary_dim/2 (Llama), "interleaved" pairs 2i with 2i + 1 (GPT-J).
 
     A description that does not fit the model costs compression, never correctness: `undo` and `apply` are inverses.
@@ -51,8 +53,8 @@ class Rope:
         if freq.ndim != 1 or freq.size == 0 or not np.isfinite(freq).all():
             raise CacheError(f"Rope.inv_freq must be a finite vector of at least one frequency, not shape {freq.shape}")
         scaling = float(self.scaling)
-        if not (np.isfinite(scaling) and scaling > 0):
-            raise CacheError(f"Rope.scaling must be a positive number, not {self.scaling}")
+        if not 1 / LARGEST_SCALING <= scaling <= LARGEST_SCALING:  # beyond, float32 has no room for it or for keys
+            raise CacheError(f"Rope.scaling must be a number from 1e-6 to 1e6, not {self.scaling}")
         if self.layout not in ("half", "interleaved"):
             raise CacheError(f'Rope.layout must be "half" or "interleaved", not {self.layout!r}')
         freq.flags.writeable = False

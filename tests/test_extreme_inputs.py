@@ -155,3 +155,18 @@ def test_what_is_too_large_for_the_format_is_refused() -> None:
 def test_a_width_that_cannot_be_turned_is_refused() -> None:
     with pytest.raises(CacheError, match="even, positive number of channels, not 7"):
         Rope.from_theta(1e4, 7)
+
+
+@pytest.mark.parametrize("scaling", [0, -1, 9e-7, 1.1e6, 1e18, 3e38, 1e300, float("inf"), float("nan")])
+def test_a_scaling_that_leaves_no_room_for_keys_is_refused(scaling: float) -> None:
+    with pytest.raises(CacheError, match="scaling must be a number from 1e-6 to 1e6"):
+        Rope(np.ones(4, np.float32), scaling)
+
+
+@pytest.mark.parametrize("scaling", [1e-6, 1e6])
+def test_keys_of_the_extreme_scalings_come_back(scaling: float) -> None:
+    kv, probs = cache("1 layer")
+    rope = Rope(np.ones(4, np.float32), scaling)
+    scaled = KVCache([np.float32(scaling) * array for array in kv.keys], kv.values, rope=rope)
+    comes_back(scaled, probs, None)
+    exactly(scaled, probs, None)
