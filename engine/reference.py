@@ -43,13 +43,15 @@ class Reference:
 
     Attributes: key (`stream_key`), token_ids [tokens], depth: how many references follow in the chain.
 
-    Raises StreamError if it is damaged, was coded without a profile, or what it depends on is missing; ProfileError for
-    another profile.
+    Raises StreamError if it is damaged, of another tier than near, was coded without a profile, or what it depends on
+    is missing; ProfileError for another profile.
     """
 
     def __init__(self, stream: Buffer, profile: Profile, find: Find | None = None) -> None:
         self.parsed = Container.parse(stream)
         self.form = Form(self.parsed)
+        if self.form.tier != "near":
+            raise StreamError(f"a reference must be of the near tier, not of the {self.form.tier} tier")
         if self.form.profile is None:
             raise StreamError("a stream that was coded without a profile cannot be a reference: encode with one")
         self.key, self.depth = stream_key(stream), self.form.depth

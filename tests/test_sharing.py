@@ -589,6 +589,9 @@ def test_a_reference_of_another_profile(
 
 def test_what_cannot_be_a_reference(base: Session, profiles: Callable[[str], Profile]) -> None:
     free = base.encode(profile=None)
+    exact = base.encode(tier="lossless", step=None, importance=None)
+    with pytest.raises(StreamError, match="a reference must be of the near tier, not of the lossless tier"):
+        base.encode(exact)
     with pytest.raises(StreamError, match="without a profile"):
         base.encode(free)
     for profile in (None, profiles("expectation")):
