@@ -628,7 +628,7 @@ LIES: dict[str, dict[str, Any]] = {
     "a rope that is text": {"ropes": ["rope"]},
     "a rope without frequencies": {"ropes": [{**Rope.from_theta(1e4, 8).to_dict(), "inv_freq": ""}]},
     "a rope wider than the keys": {"ropes": [Rope.from_theta(1e4, 10).to_dict()]},
-    "a rope that scales beyond floats": {"ropes": [Rope(np.ones(2), 1e300).to_dict()]},
+    "a rope that scales beyond floats": {"ropes": [{**Rope(np.ones(2)).to_dict(), "scaling": 1e300}]},
     "a rope that scales beyond doubles": {"ropes": [{**Rope(np.ones(2)).to_dict(), "scaling": 10**400}]},
     "a rope that turns too fast": {"ropes": [Rope(np.array([1e308])).to_dict()]},
     "no profile": {"profile": None},
