@@ -276,9 +276,10 @@ def test_encode_and_decode_pass_everything_on(monkeypatch: pytest.MonkeyPatch) -
     )
     out, cache = prefill(model)
     ids = torch.cat([IDS, torch.tensor([[3]])], 1)  # as after generate
-    stream = hf.encode_cache(model, cache, ids, out.logits, profile="p", kl=0.02, step=0.5, measure=len, importance="i")
+    given: dict[str, Any] = {"profile": "p", "kl": 0.02, "step": 0.5, "bits": 0.3, "measure": len, "importance": "i"}
+    stream = hf.encode_cache(model, cache, ids, out.logits, **given)
     kv, probs, kw = calls[0]
-    assert kw == {"profile": "p", "kl": 0.02, "step": 0.5, "measure": len, "importance": "i"}
+    assert kw == given
     assert probs.token_ids.tolist() == IDS[0].tolist() and probs.k == 20
     expected = -torch.log_softmax(out.logits[0, :-1], -1).gather(1, IDS[0, 1:, None])[:, 0] / np.log(2)
     np.testing.assert_allclose(probs.surprisal[1:], expected.numpy(), rtol=1e-4)
