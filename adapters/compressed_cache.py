@@ -216,7 +216,7 @@ class CompressedCache(Cache):
         return lengths.pop()
 
     def _agreed(self) -> int:
-        """Columns that layers, ids and mask hold. CacheError if they differ.
+        """How many columns layers, ids and mask hold. CacheError if they differ.
 
         A call that failed before the first layer, as with an id that is not in the vocabulary, is forgotten.
         """

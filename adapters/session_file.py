@@ -91,6 +91,7 @@ def _built(
     cache._ids = tensors.get("ids")
     for layer, (_, state) in zip(cache.layers, form["layers"], strict=True):
         vars(layer).update({name: _restored(value, tensors, model.device) for name, value in state.items()})
+    cache._agreed()
     return cache
 
 

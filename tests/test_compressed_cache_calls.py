@@ -12,7 +12,8 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 from transformers import DynamicCache  # noqa: E402
 
 from seqkv.adapters import huggingface as hf  # noqa: E402
-from seqkv.engine import CacheError  # noqa: E402
+from seqkv.adapters import session_file  # noqa: E402
+from seqkv.engine import CacheError, StreamError  # noqa: E402
 from tests.test_compressed_cache import IDS, SIZES, cache_of, make  # noqa: E402
 
 THREE = torch.cat([IDS, IDS.flip(1), IDS.roll(5, 1)])
@@ -112,6 +113,21 @@ def test_a_call_that_failed_on_its_way_never_replaces_a_session(
     assert path.read_bytes() == good and [one.name for one in tmp_path.iterdir()] == [path.name]
     with pytest.raises(CacheError, match="reset the cache"):
         model(IDS[:, :1], **{name: cache})
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [(lambda ids: ids[:, 1:], CacheError), (lambda ids: None, CacheError), (lambda ids: ids[0], StreamError)],
+    ids=["one too few", "none", "of no sequence"],
+)
+def test_a_session_whose_ids_are_not_those_of_its_layers_is_refused(change: Any, error: Any, tmp_path: Path) -> None:
+    model, path = make("full attention"), tmp_path / "session.safetensors"
+    cache = cache_of(model)
+    model(IDS, **{hf.cache_kwarg(model): cache})
+    cache._ids = change(cache._ids)
+    session_file.save(cache, path)
+    with pytest.raises(error):
+        hf.CompressedCache.load_session(path, model)
 
 
 @pytest.mark.parametrize("window", ["3", None, float("nan"), float("inf"), 1.5, 2.0, True, 0, -1, [1]], ids=repr)
