@@ -8,7 +8,6 @@ multi-head latent attention, whose latent counts as keys. Keys are turned by the
 from __future__ import annotations
 
 import logging
-import math
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,9 +58,6 @@ class ChunkCodec:
     ) -> None:
         if tier not in get_args(Tier):
             raise ValueError(f'tier must be "near" or "lossless", not {tier!r}')
-        for name, value in (("kl", kl), ("step", step)):
-            if value is not None and not (isinstance(value, float | int) and math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be a positive number, not {value!r}")
         rate_control.check(kl, step)
         if head is not None and not (len(head) == 2 and all(isinstance(w, int) and w > 0 for w in head)):
             raise ValueError(f"head must be (key width, value width), 1 or more each, not {head!r}")

@@ -93,6 +93,14 @@ class CompressedCache(Cache):
         return out
 
     @property
+    def model(self) -> PreTrainedModel:
+        """Whose cache this is. CacheError if it is gone."""
+        model = self._model()
+        if model is None:
+            raise CacheError("the model of this cache is gone: keep it while the cache is used")
+        return model
+
+    @property
     def nbytes(self) -> int:
         """Bytes held: streams, recent tokens, layers of other kinds, and what is kept decoded."""
         tensors = [tensor for layer in self.layers for tensor in cache_layers.tensors_of(layer)]
@@ -174,12 +182,14 @@ class CompressedCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         """A cache that goes on by itself; streams and model are shared."""
-        model = self._model()
-        if model is None:
-            raise CacheError("the model of this cache is gone: keep it while the cache is used")
         past = self.past
         other = type(self)(
-            model, profile=past.profile, kl=past.kl, tier=past.tier, window=self.window, keep_decoded=self.keep_decoded
+            self.model,
+            profile=past.profile,
+            kl=past.kl,
+            tier=past.tier,
+            window=self.window,
+            keep_decoded=self.keep_decoded,
         )
         for mine, layer in zip(self.layers, other.layers, strict=True):
             own = {"past", "index", "keep"}
@@ -285,10 +295,7 @@ class CompressedCache(Cache):
 
     def _begin(self, layers: Sequence[Any]) -> None:
         """What is known when the first tokens are there."""
-        model = self._model()
-        if model is None:
-            raise CacheError("the model of this cache is gone: keep it while the cache is used")
-        profile, shape = self.past.profile, []
+        model, profile, shape = self.model, self.past.profile, []
         for layer in layers:
             shape.append((layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
         if profile is not None and profile.shape != tuple(shape):

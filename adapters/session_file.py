@@ -97,9 +97,7 @@ def _built(
 
 def _model_form(cache: Any) -> dict[str, Any]:
     """What tells models apart: loaded into another, a session would go on to nonsense."""
-    model = cache._model()
-    if model is None:
-        raise CacheError("the model of this cache is gone: keep it while the cache is used")
+    model = cache.model
     dtype = str(model.dtype).removeprefix("torch.")
     return {"model_type": text_config(model).model_type, "dtype": dtype, "fingerprint": fingerprint(model)}
 

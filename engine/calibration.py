@@ -7,6 +7,7 @@ are fitted in the order of coding, each on what the decoder will have decoded of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -172,6 +173,7 @@ class _Observations:
         plain = self.source.context - self.sinks
         return np.concatenate([self.plain + text * self.sinks + np.arange(self.sinks), text * plain + np.arange(plain)])
 
+    @functools.cached_property
     def windows(self) -> tuple[NDArray[np.intp], int]:
         """The window of each row whose mean is coded, [rows], and how many there are."""
         window, each = np.empty(self.rows, np.intp), near.windows(self.source.context)
@@ -216,7 +218,7 @@ def _fit(
         half, octaves = _halved(_transform(residual[:n], fisher[b]))
         back = half.astype(np.float32) * np.float32(2.0**octaves)
         z = residual @ np.linalg.inv(back.astype(np.float64)).astype(np.float32)
-        regression.add(b, out + _decoded(z, gain, index, observed.windows() if side else None) @ back)
+        regression.add(b, out + _decoded(z, gain, index, observed.windows if side else None) @ back)
         regression.forget(b - 2 * depth - 1)
         explained.append(1 - float(residual[:n].var(axis=0).sum() / max(y[:n].var(axis=0).sum(), 1e-30)))
         weights.append(w)

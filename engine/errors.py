@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from seqkv.entropy_coding import CorruptGroup
+
 
 class SeqkvError(Exception):
     """Base of all errors below: catch it to catch every refusal of a cache, a stream, a profile or a store.
@@ -95,5 +97,7 @@ def reading(part: str) -> Iterator[None]:
     """Lets what is wrong with a part of a stream begin with its name; all of it is a StreamError, bad token ids too."""
     try:
         yield
+    except CorruptGroup as error:
+        raise StreamError(f"{part}: altered: {error}") from error
     except (StreamError, ProbsError) as error:
         raise StreamError(f"{part}: {error}") from error

@@ -16,7 +16,7 @@ from seqkv.engine.exact_model import Model, power
 from seqkv.engine.exact_values import FORMATS, Format
 from seqkv.engine.form import Form, chunk_bounds
 from seqkv.engine.quantiser import scale_units
-from seqkv.entropy_coding import CorruptGroup, decode_group, encode_group
+from seqkv.entropy_coding import decode_group, encode_group
 
 CHANNELS, GRIDS, SIZES, SYMBOLS, BITS, STRANGE, DIGESTS = range(32, 39)  # kinds of sections
 NAMES = {
@@ -212,10 +212,7 @@ class Stored:
                     raise StreamError("altered: a place is outside its block")
         contexts = _contexts(model, sizes, count)
         with reading(NAMES[SYMBOLS]):
-            try:
-                symbols = decode_group(parsed.section(SYMBOLS, chunk), count, *contexts, segments=2 * layers)
-            except CorruptGroup as error:
-                raise StreamError(f"altered: {error}") from error
+            symbols = decode_group(parsed.section(SYMBOLS, chunk), count, *contexts, segments=2 * layers)
         return cls(model, numbers, count, sizes, grids, symbols, bits, strange, digests)
 
     def block(self, block: int, predicted: NDArray[np.int32]) -> NDArray[np.uint32]:

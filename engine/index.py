@@ -12,7 +12,7 @@ import dataclasses
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -42,6 +42,21 @@ class Found(NamedTuple):
     entry: Entry
     chain: list[Stream]
     missing: str | None
+
+    @classmethod
+    def of(cls, entry: Entry, stream_of: Callable[[str], Stream | None]) -> Found:
+        """Of a session; stream_of: the stream of a key, if it is there. StoreDamaged if the streams have no end."""
+        chain: list[Stream] = []
+        key: str | None = entry.key
+        while key is not None:
+            stream = stream_of(key)
+            if stream is None:
+                return cls(entry, chain, key)
+            if chain and stream.depth >= chain[-1].depth:
+                raise StoreDamaged(f"stream {chain[-1].key} needs {key}, which needs as many others")
+            chain.append(stream)
+            key = stream.reference
+        return cls(entry, chain, None)
 
 
 class Index(Protocol):
@@ -126,17 +141,7 @@ class SqliteIndex:
             rows = self._rows(f"SELECT {_COLUMNS} FROM sessions WHERE tenant = ? AND name = ?", tenant, name)
             if not rows:
                 return None
-            entry, chain = Entry(*rows[0]), list[Stream]()
-            key: str | None = entry.key
-            while key is not None:
-                stream = self.stream(tenant, key)
-                if stream is None:
-                    return Found(entry, chain, key)
-                if chain and stream.depth >= chain[-1].depth:
-                    raise StoreDamaged(f"stream {chain[-1].key} needs {key}, which needs as many others")
-                chain.append(stream)
-                key = stream.reference
-            return Found(entry, chain, None)
+            return Found.of(Entry(*rows[0]), lambda key: self.stream(tenant, key))
 
     def entries(self, tenant: str | None = None) -> dict[tuple[str, str], Entry]:
         where, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))

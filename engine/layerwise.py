@@ -95,15 +95,15 @@ class LayerDecoder:
     def _check(self, keys: NDArray[Any], values: NDArray[Any], slots: NDArray[np.int64] | None) -> None:
         if self.layer == len(self._profile.shape):
             raise ValueError(f"all {self.layer} layers have been read: make another LayerDecoder to read them again")
+        places = np.arange(self.tokens) if slots is None else slots
+        if places.shape != (self.tokens,) or places.dtype.kind not in "iu":
+            raise ValueError(f"slots: expected {self.tokens} integers, got {places.dtype} of shape {places.shape}")
         heads, *widths = self._profile.shape[self.layer]
         for name, array, width in zip(("keys", "values"), (keys, values), widths, strict=True):
             if array.ndim != 4 or (array.shape[1], array.shape[3]) != (heads, width):
                 raise ValueError(
                     f"{name} of layer {self.layer}: expected [blocks, {heads}, block, {width}], got shape {array.shape}"
                 )
-            places = np.arange(self.tokens) if slots is None else slots
-            if places.shape != (self.tokens,) or places.dtype.kind not in "iu":
-                raise ValueError(f"slots: expected {self.tokens} integers, got {places.dtype} of shape {places.shape}")
             room = array.shape[0] * array.shape[2]
             if not 0 <= int(places.min()) <= int(places.max()) < room:
                 raise ValueError(f"{name} of layer {self.layer}: a slot from 0 to {room - 1} is needed for each token")

@@ -31,6 +31,7 @@ from seqkv.engine.form import NAMES as form_names
 from seqkv.engine.form import TOKENS, Form, chunk_bounds, chunks
 from seqkv.engine.host import WORKERS
 from seqkv.engine.known import plain_ids
+from seqkv.engine.modes import stored_profile
 from seqkv.engine.near import CHUNK
 from seqkv.engine.probs import TokenProbs
 from seqkv.engine.profile import Profile
@@ -73,7 +74,7 @@ def encode(kv: KVCache, probs: TokenProbs, profile: Profile | None) -> tuple[dic
 
 def decode(parsed: Container, form: Form, profile: Profile | None, wanted: range, depth: range) -> KVCache:
     """The tokens `wanted` of the layers `depth`. ProfileError for another profile, StreamError on damage."""
-    profile = _its_profile(form, profile)
+    profile = stored_profile(form, profile)
     with reading(NAMES[CHANNELS]):
         channels = container.unpack(parsed.section(CHANNELS), np.int16, shape=(2, form.coefs))
         if np.abs(channels[0].astype(np.int64)).max() > LARGEST_EXPONENT:
@@ -115,18 +116,6 @@ def decode(parsed: Container, form: Form, profile: Profile | None, wanted: range
         list(pool.map(code, some))
     positions, ropes = form.positions[wanted.start : wanted.stop], form.rope[depth.start : depth.stop]
     return KVCache.of_parts(sides[0], sides[1], form.dtype, positions, ropes, exact=True)
-
-
-def _its_profile(form: Form, profile: Profile | None) -> Profile | None:
-    """The profile that a stream was encoded with, if there was one, of which `profile` was given."""
-    if form.profile is None:
-        return None
-    if profile is None or profile.fingerprint != form.profile:
-        given = "no profile was given" if profile is None else f"the profile given is {profile.fingerprint}"
-        raise ProfileError(f"the stream was encoded with profile {form.profile}, {given}: give that one")
-    if profile.shape != form.shape:
-        raise StreamError("altered: its shape is not its profile's")
-    return profile
 
 
 def _block_of(kv: KVCache, block: int, tokens: slice) -> NDArray[Any]:

@@ -108,15 +108,24 @@ class Free:
 Mode = Calibrated | Free
 
 
-def stored_mode(parsed: Container, form: Form, profile: Profile | None) -> Mode:
-    """What a stream was coded with. ProfileError if that is another profile than the one given."""
+def stored_profile(form: Form, profile: Profile | None) -> Profile | None:
+    """The profile that a stream was coded with, if there was one, of which `profile` was given. ProfileError if that is
+    another."""
     if form.profile is None:
-        with reading(NAMES[CHANNELS]):
-            channels = container.unpack(parsed.section(CHANNELS), np.int16, shape=(2, form.coefs))
-        return Free(form.shape, channels)
+        return None
     if profile is None or profile.fingerprint != form.profile:
         given = "no profile was given" if profile is None else f"the profile given is {profile.fingerprint}"
         raise ProfileError(f"the stream was encoded with profile {form.profile}, {given}: give that one")
     if profile.shape != form.shape:
         raise StreamError("altered: its shape is not its profile's")
-    return Calibrated(profile)
+    return profile
+
+
+def stored_mode(parsed: Container, form: Form, profile: Profile | None) -> Mode:
+    """What a stream was coded with. ProfileError if that is another profile than the one given."""
+    profile = stored_profile(form, profile)
+    if profile is not None:
+        return Calibrated(profile)
+    with reading(NAMES[CHANNELS]):
+        channels = container.unpack(parsed.section(CHANNELS), np.int16, shape=(2, form.coefs))
+    return Free(form.shape, channels)

@@ -50,19 +50,7 @@ class ObjectIndex:
 
     def find(self, tenant: str, name: str) -> Found | None:
         data = self._read(_name(tenant, name))
-        if data is None:
-            return None
-        entry, chain = Entry.from_bytes(data), list[Stream]()
-        key: str | None = entry.key
-        while key is not None:
-            stream = self.stream(tenant, key)
-            if stream is None:
-                return Found(entry, chain, key)
-            if chain and stream.depth >= chain[-1].depth:
-                raise StoreDamaged(f"stream {chain[-1].key} needs {key}, which needs as many others")
-            chain.append(stream)
-            key = stream.reference
-        return Found(entry, chain, None)
+        return None if data is None else Found.of(Entry.from_bytes(data), lambda key: self.stream(tenant, key))
 
     def entries(self, tenant: str | None = None) -> dict[tuple[str, str], Entry]:
         entries = self._snapshot().entries

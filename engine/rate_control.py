@@ -7,6 +7,7 @@ to a few times as much or as little. Whoever can run the model can have the loss
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,8 +108,8 @@ def check(kl: float | None, step: float | None, bits: float | None = None) -> No
     if step is not None and bits is not None:
         raise ValueError("give one of step and bits")
     for name, value in (("kl", kl), ("step", step), ("bits", bits)):
-        if value is not None and not (np.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be a positive number, not {value}")
+        if value is not None and not (isinstance(value, Real) and np.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be a positive number, not {value!r}")
     if step is not None and not COARSEST < quantiser.step_index(step) < FINEST:
         bounds = f"{quantiser.step_size(FINEST):.3g} to {quantiser.step_size(COARSEST):.3g}"
         raise ValueError(f"step {step} is out of range: {bounds}")

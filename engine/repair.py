@@ -20,7 +20,7 @@ from seqkv.engine.digests import bits_of
 from seqkv.engine.errors import CacheError, StreamError, reading
 from seqkv.engine.form import NAMES, REPAIR, Form, chunk_bounds, chunks
 from seqkv.engine.quantiser import scale_units
-from seqkv.entropy_coding import CorruptGroup, decode_group, encode_group
+from seqkv.entropy_coding import decode_group, encode_group
 
 _LARGEST = (1 << 31) - 1  # symbol of a group
 
@@ -55,24 +55,9 @@ def apply(parsed: Container, form: Form, recomputed: KVCache) -> KVCache:
         if (REPAIR, chunk) not in there:
             continue
         part = slice(*chunk_bounds(chunk, form.tokens))
-        with reading(f"chunk {chunk}: {NAMES[REPAIR]}"):
-            data = parsed.section(REPAIR, chunk)
-        size = -(-2 * len(form.shape) // 8)
-        if len(data) < size:
-            raise StreamError(f"chunk {chunk}: repair: altered: it is too short")
-        flags = np.unpackbits(np.frombuffer(data[:size], np.uint8), count=2 * len(form.shape)).astype(bool)
-        blocks = np.flatnonzero(flags)
-        head = size + 2 * len(blocks)
-        if len(blocks) == 0 or len(data) < head:
-            raise StreamError(f"chunk {chunk}: repair: altered: it is too short")
-        units = np.frombuffer(data[size:head], "<i2").astype(np.int16)
-        shapes = [(form.shape[b // 2][0], form.shape[b // 2][1 + b % 2]) for b in blocks]
-        widths = np.array([heads * width for heads, width in shapes])
         tokens = part.stop - part.start
-        try:
-            symbols = decode_group(data[head:], tokens, *_contexts(units, widths, tokens))
-        except CorruptGroup as error:
-            raise StreamError(f"chunk {chunk}: repair: altered: {error}") from error
+        with reading(f"chunk {chunk}: {NAMES[REPAIR]}"):
+            blocks, widths, symbols = _read(parsed.section(REPAIR, chunk), form, tokens)
         starts = np.concatenate([[0], np.cumsum(widths)])
         for i, block in enumerate(blocks):
             array = (values if block % 2 else keys)[block // 2]
@@ -84,6 +69,22 @@ def apply(parsed: Container, form: Form, recomputed: KVCache) -> KVCache:
         return KVCache.of_parts(keys, values, form.dtype, recomputed.positions, recomputed.rope)
     except CacheError as error:  # numbers that no cache led to
         raise StreamError(f"altered: {error}") from error
+
+
+def _read(data: memoryview, form: Form, tokens: int) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int32]]:
+    """Blocks that a section repairs, their widths, and symbols [tokens, sum of widths]. StreamError on damage."""
+    size = -(-2 * len(form.shape) // 8)
+    if len(data) < size:
+        raise StreamError("altered: it is too short")
+    flags = np.unpackbits(np.frombuffer(data[:size], np.uint8), count=2 * len(form.shape)).astype(bool)
+    blocks = np.flatnonzero(flags)
+    head = size + 2 * len(blocks)
+    if len(blocks) == 0 or len(data) < head:
+        raise StreamError("altered: it is too short")
+    units = np.frombuffer(data[size:head], "<i2").astype(np.int16)
+    shapes = [(form.shape[b // 2][0], form.shape[b // 2][1 + b % 2]) for b in blocks]
+    widths = np.array([heads * width for heads, width in shapes])
+    return blocks, widths, decode_group(data[head:], tokens, *_contexts(units, widths, tokens))
 
 
 def _contexts(
