@@ -31,7 +31,6 @@ import json
 import mmap
 import multiprocessing
 import os
-import platform
 import re
 import resource
 import signal
@@ -49,6 +48,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout is measured without installing it
+
+from bench.results_of import machine  # noqa: E402
+
 for threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(threads, "1")
 
@@ -214,7 +216,7 @@ class Log:
             "targets": targets,
             "findings": self.findings,
             "next": self.next,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+            "machine": machine(),
         }
         part = self.options.out.with_name(self.options.out.name + ".part")
         part.write_text(json.dumps(summary, indent=2) + "\n")

@@ -25,10 +25,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
-import json
 import multiprocessing
 import os
-import platform
 import signal
 import sys
 import tempfile
@@ -47,6 +45,7 @@ import xxhash
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout is measured without installing it
 
+from bench.results_of import finished  # noqa: E402
 from bench.store_soak import digest_of  # noqa: E402
 from seqkv import engine  # noqa: E402
 from seqkv.engine import KVCache, Profile, TokenProbs  # noqa: E402
@@ -382,11 +381,7 @@ def main() -> int:
             results = soak.results(soak.run(), options.growth, options.slope)
         finally:
             soak.end()
-    results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    print(json.dumps(results, indent=2))
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=2) + "\n")
-    return 1 if results["wrong"] else 0
+    return finished(results, options.out)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import multiprocessing
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -38,6 +36,7 @@ import xxhash
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout is measured without installing it
 
+from bench.results_of import finished  # noqa: E402
 from seqkv.engine import KVCache, Profile, SeqkvError  # noqa: E402
 from seqkv.engine.errors import SessionError  # noqa: E402
 from seqkv.engine.store import SessionStore  # noqa: E402
@@ -350,11 +349,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="seqkv-") as folder:
         results = soak(Path(folder), options.sessions, options.kills, options.readers, options.limit)
-    results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    print(json.dumps(results, indent=2))
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=2) + "\n")
-    return 1 if results["wrong"] else 0
+    return finished(results, options.out)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from seqkv.engine.store import SessionStore
 from tests import fuzz_mutations as mutations
 from tests.conftest import LinearModel, calibrated
 from tests.fuzz_mutations import Part, assembled
+from tests.inline_pool import Inline
 from tests.sessions import CausalModel
 from tests.test_tokens_tier import Toy
 
@@ -46,19 +47,6 @@ class Target:
     seeds: tuple[bytes, ...]
     read: Callable[[bytes], str]
     mend: Callable[[Random, bytes, bytes], bytes] | None = mutations.mended
-
-
-class Inline:
-    """A pool without threads: to start them takes longer than to refuse a stream."""
-
-    def __init__(self, workers: int) -> None: ...
-
-    def __enter__(self) -> Inline:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    map = staticmethod(map)
 
 
 def without_threads() -> None:

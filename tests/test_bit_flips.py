@@ -16,21 +16,9 @@ from seqkv.engine.container import Container
 from tests import golden_streams as golden
 from tests.conftest import LinearModel
 from tests.golden_streams import GOLDEN
+from tests.inline_pool import Inline
 
 Decode = Callable[[bytes], KVCache]
-
-
-class Inline:
-    """A pool without threads: to start them takes longer than to refuse a stream."""
-
-    def __init__(self, workers: int) -> None: ...
-
-    def __enter__(self) -> Inline:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    map = staticmethod(map)
 
 
 @pytest.fixture(autouse=True)
