@@ -130,16 +130,23 @@ def wrong(case: Case, alone: Result) -> str | None:
 
 @dataclass
 class Board:
-    """What workers say, in memory that all processes share: when they were last alive, and how much they have done."""
+    """What workers say, in memory that all processes share: when they were last alive, and how much they have done; and
+    what they are told: until when they go on, in `until[0]`, or 0 as long as not all have begun."""
 
     alive: Any
     done: Any
+    until: Any
     folder: Path
 
     @classmethod
     def of(cls, workers: int, folder: Path) -> Board:
         context = multiprocessing.get_context("spawn")
-        return cls(context.RawArray("d", workers), context.RawArray("q", workers), folder)
+        return cls(context.RawArray("d", workers), context.RawArray("q", workers), context.RawArray("d", 1), folder)
+
+    @property
+    def open(self) -> bool:
+        """Whether workers go on."""
+        return self.until[0] == 0 or time.monotonic() < self.until[0]
 
     def start(self, me: int, allowed: float = 0) -> None:
         """A worker begins, and may take some seconds to be alive."""
@@ -157,13 +164,11 @@ class Board:
         return [line for path in self.folder.glob("wrong-*") for line in path.read_text().splitlines()]
 
 
-def work(
-    todo: dict[str, Case], alone: dict[str, Result], me: int, until: float, board: Board, turn: Any = None
-) -> None:
+def work(todo: dict[str, Case], alone: dict[str, Result], me: int, board: Board, turn: Any = None) -> None:
     """Code caches in any order, LEAST of them at least, each in a turn if one has to be taken."""
     rng = np.random.default_rng(me)
     names = list(todo)
-    while time.monotonic() < until or board.done[me] < LEAST:
+    while board.open or board.done[me] < LEAST:
         name = names[rng.integers(len(names))]
         with turn or contextlib.nullcontext():
             found = wrong(todo[name], alone[name])
@@ -172,10 +177,10 @@ def work(
         board.note(me)
 
 
-def process(todo: dict[str, Case] | None, alone: dict[str, Result], me: int, until: float, board: Board) -> None:
+def process(todo: dict[str, Case] | None, alone: dict[str, Result], me: int, board: Board) -> None:
     """`work` in a process; todo: None if it has to be made there."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    work(todo or cases(Profile.load(board.folder / "profile.safetensors")), alone, me, until, board)
+    work(todo or cases(Profile.load(board.folder / "profile.safetensors")), alone, me, board)
     _check_layer(board)
 
 
@@ -240,6 +245,8 @@ class Memory:
                 pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             except (OSError, IndexError):  # it has ended
                 continue
+            if pages == 0:  # it has ended, and nobody has asked how
+                continue
             self.samples.setdefault(name, []).append((now, pages * os.sysconf("SC_PAGESIZE") / MB))
 
     def figures(self, warm: float, end: float) -> dict[str, dict[str, float]]:
@@ -265,12 +272,11 @@ class Soak:
         self.todo = cases(Profile.load(folder / "profile.safetensors"))
         self.alone = {name: case.result() for name, case in self.todo.items()}
         self.board, self.memory, self.turns = Board.of(threads + processes + 1, folder), Memory(), Turns(threads)
-        self.stall, self.seconds, self.begun = stall, seconds, time.monotonic()
-        self.until = self.begun + seconds
+        self.stall, self.seconds, self.begun = stall, seconds, 0.0
         self.threads = [self._thread(i) for i in range(threads)]
         self.processes = [self._process(i, METHODS[i % len(METHODS)]) for i in range(processes)]
         self.forked: list[Any] = []
-        self.next_fork = self.begun
+        self.next_fork = 0.0
 
     @property
     def workers(self) -> list[Any]:
@@ -286,13 +292,14 @@ class Soak:
         for i, one in enumerate(self.processes):
             self.board.start(len(self.threads) + i, TO_START)
             self.turns.start(one)
-        while time.monotonic() < self.until or any(one.is_alive() for one in self.workers):
+        self.begun = time.monotonic()  # of all, however slow the machine is
+        self.board.until[0] = self.begun + self.seconds
+        while self.board.open or any(one.is_alive() for one in self.workers):
             faulthandler.dump_traceback_later(3 * self.stall + TO_START, exit=True)  # if this thread itself hangs
             now = time.monotonic()
             pids = {"this one": os.getpid(), **{one.name: one.pid for one in self.processes}}
-            if now < self.until:
-                self.memory.look(pids, now - self.begun)
-            if now < self.until or not self.forked:
+            self.memory.look(pids, now - self.begun)
+            if self.board.open or not self.forked:
                 self._fork(now)
             named = zip(self.workers, self.board.alive, strict=False)
             stuck = [one.name for one, alive in named if one.is_alive() and now - alive > self.stall]
@@ -317,6 +324,9 @@ class Soak:
             wrong += [f"{one.name} ended with {one.exitcode}" for one in ended if one.exitcode]
             wrong += [f"{one.name} coded nothing" for one, count in zip(self.workers, done, strict=False) if not count]
         figures = self.memory.figures(WARM * self.seconds, self.seconds)
+        if not stuck:
+            seen = {"this one", *(one.name for one in self.processes)}
+            wrong += [f"the memory of {name} was not seen" for name in sorted(seen - figures.keys())]
         wrong += [f"{name} grew by {f['growth']} MB" for name, f in figures.items() if f["growth"] > growth]
         wrong += [f"{name} grows by {f['slope']} MB a minute" for name, f in figures.items() if f["slope"] > slope]
         first, last = len(self.threads), len(self.threads) + len(self.processes)
@@ -334,11 +344,11 @@ class Soak:
         }
 
     def _thread(self, me: int) -> threading.Thread:
-        arguments = self.todo, self.alone, me, self.until, self.board, self.turns
+        arguments = self.todo, self.alone, me, self.board, self.turns
         return threading.Thread(target=work, args=arguments, name=f"thread {me}", daemon=True)
 
     def _process(self, i: int, method: str) -> Any:
-        arguments = self.todo if method == "fork" else None, self.alone, len(self.threads) + i, self.until, self.board
+        arguments = self.todo if method == "fork" else None, self.alone, len(self.threads) + i, self.board
         context = multiprocessing.get_context(method)
         return context.Process(target=process, args=arguments, name=f"process {i}, {method}", daemon=True)
 
