@@ -247,10 +247,11 @@ def fuzz(options: argparse.Namespace) -> Log:
                 worker.kill()
                 if not worker.ready:
                     raise SystemExit("a worker does not begin")
-                if name:
-                    outcome = "hang" if late else "crash"
-                    log.counts[name, outcome] += 1
-                    log.found(number, name, outcome, f"{name}, signal {-(worker.process.exitcode or 0)}", data)
+                if not name:
+                    raise SystemExit(f"a worker died between streams, after stream {number}: the fault is of the fuzzer")
+                outcome = "hang" if late else "crash"
+                log.counts[name, outcome] += 1
+                log.found(number, name, outcome, f"{name}, signal {-(worker.process.exitcode or 0)}", data)
                 workers[i] = Worker(options, worker.place, number + options.workers)
         log.next = min(w.next for w in workers)
         if time.monotonic() - said > 10:

@@ -187,7 +187,7 @@ def blown(rng: Random, header: Any, parts: list[Part]) -> Any:
         after = _sizes(out)
         if header["steps"]:
             out["steps"] = header["steps"][:1] * min(after["chunks"], 1 << 12)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):  # changed before
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError):  # changed before
         return header
     grown = {before[name]: after[name] for name in ("tokens", "layers", "blocks", "coefs") if before[name] > 3}
     for part in parts:

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from seqkv.engine import SeqkvError
-from tests import fuzz_targets
+from tests import fuzz_mutations, fuzz_targets
 
 ROOT = Path(__file__).parents[1]
 CORPUS = sorted((Path(__file__).parent / "fuzz_corpus").iterdir())
@@ -36,3 +37,9 @@ def test_what_was_found_is_refused(path: Path) -> None:
     except SeqkvError:
         return
     assert name == "store" and not found  # reading goes on beside what is damaged in one
+
+
+def test_a_header_that_was_changed_before_is_not_blown_up() -> None:
+    for shape in ([], [[1, 2]], None):
+        header = {"shape": shape, "tokens": 3, "steps": [0]}
+        assert fuzz_mutations.blown(Random(1), header, []) == header
