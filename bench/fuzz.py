@@ -248,7 +248,7 @@ def fuzz(options: argparse.Namespace) -> Log:
                 if not worker.ready:
                     raise SystemExit("a worker does not begin")
                 if not name:
-                    raise SystemExit(f"a worker died between streams, after stream {number}: the fault is of the fuzzer")
+                    raise SystemExit(f"a worker died after stream {number}, while it made the next: the fuzzer fails")
                 outcome = "hang" if late else "crash"
                 log.counts[name, outcome] += 1
                 log.found(number, name, outcome, f"{name}, signal {-(worker.process.exitcode or 0)}", data)
