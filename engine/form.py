@@ -56,9 +56,10 @@ class Form:
             self.dtype: str = header["dtype"]
             self.storage = np.dtype({"float32": "f4", "float16": "f2", "bfloat16": "f4"}[self.dtype])
             self.tokens = _count("tokens", header["tokens"], _MOST_TOKENS)
-            self.shape = tuple(
-                (_count("heads", h), _count("widths", k), _count("widths", v)) for h, k, v in header["shape"]
-            )
+            shape = header["shape"]
+            if len(shape) > MOST_LAYERS:  # before each is looked at
+                raise StreamError(f"altered: the header has {len(shape)} layers, {MOST_LAYERS} can be")
+            self.shape = tuple((_count("heads", h), _count("widths", k), _count("widths", v)) for h, k, v in shape)
             if len(self.shape) == 1:
                 self.shape *= _count("layers", header.get("layers", 1), MOST_LAYERS)  # all alike
             self.coefs = sum(heads * (key + value) for heads, key, value in self.shape)
@@ -84,8 +85,6 @@ class Form:
     def _check(self, parsed: Container) -> None:
         """StreamError unless the numbers fit together."""
         layers = len(self.shape)
-        if layers > MOST_LAYERS:
-            raise StreamError(f"altered: the header has {layers} layers, {MOST_LAYERS} can be")
         if not layers or len(self.rope) != layers:
             raise StreamError(f"altered: the header has {layers} layers and the rotations of {len(self.rope)}")
         least = 0 if self.tier == "tokens" else least_bytes(self.shape, self.tokens, self.tier, self.profile)
