@@ -44,8 +44,11 @@ class Found(NamedTuple):
     missing: str | None
 
     @classmethod
-    def of(cls, entry: Entry, stream_of: Callable[[str], Stream | None]) -> Found:
-        """Of a session; stream_of: the stream of a key, if it is there. StoreDamaged if the streams have no end."""
+    def of(cls, name: str, entry: Entry, stream_of: Callable[[str], Stream | None]) -> Found:
+        """Of a session, by its name; stream_of: the stream of a key, if it is there. StoreDamaged if the entry is
+        another session's, or the streams have no end."""
+        if entry.name != name:
+            raise StoreDamaged(f"the index leads to session {entry.name!r}: put the session again")
         chain: list[Stream] = []
         key: str | None = entry.key
         while key is not None:
@@ -139,9 +142,7 @@ class SqliteIndex:
     def find(self, tenant: str, name: str) -> Found | None:
         with self._translated(), self._reading():
             rows = self._rows(f"SELECT {_COLUMNS} FROM sessions WHERE tenant = ? AND name = ?", tenant, name)
-            if not rows:
-                return None
-            return Found.of(Entry(*rows[0]), lambda key: self.stream(tenant, key))
+            return Found.of(name, Entry(*rows[0]), lambda key: self.stream(tenant, key)) if rows else None
 
     def entries(self, tenant: str | None = None) -> dict[tuple[str, str], Entry]:
         where, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))
@@ -225,9 +226,14 @@ class SqliteIndex:
 
     def remove(self, tenant: str, name: str) -> list[str] | None:
         with self._translated():
-            rows = self._rows("SELECT key FROM sessions WHERE tenant = ? AND name = ?", tenant, name)
-            self._run("DELETE FROM sessions WHERE tenant = ? AND name = ?", tenant, name)
-            return self._release(tenant, rows[0][0]) if rows else None
+            rows = self._rows("SELECT rowid, name, key FROM sessions WHERE tenant = ? AND name = ?", tenant, name)
+            if not rows:
+                return None
+            number, found, key = rows[0]
+            if found != name:
+                raise StoreDamaged(f"the index leads to session {found!r}, which is kept")
+            self._run("DELETE FROM sessions WHERE rowid = ?", number)
+            return self._release(tenant, key)
 
     @contextlib.contextmanager
     def spare(self) -> Iterator[None]:

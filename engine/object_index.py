@@ -50,7 +50,7 @@ class ObjectIndex:
 
     def find(self, tenant: str, name: str) -> Found | None:
         data = self._read(_name(tenant, name))
-        return None if data is None else Found.of(Entry.from_bytes(data), lambda key: self.stream(tenant, key))
+        return None if data is None else Found.of(name, Entry.from_bytes(data), lambda key: self.stream(tenant, key))
 
     def entries(self, tenant: str | None = None) -> dict[tuple[str, str], Entry]:
         entries = self._snapshot().entries
@@ -184,7 +184,7 @@ class ObjectIndex:
                     known.entries[_place(name)[0], entry.name] = entry
             for name, data in self._objects.read(list(self._objects.under("streams"))).items():
                 with contextlib.suppress(StoreDamaged):
-                    known.streams[_place(name)] = Stream.from_bytes(data, name)
+                    known.streams[_place(name)] = Stream.from_bytes(data, _place(name)[1])
                     known.sizes[_place(name)] = len(data)
             self._known = known
             return known

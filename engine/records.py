@@ -159,26 +159,28 @@ class Stream:
         return container.write(header, sections)
 
     @classmethod
-    def from_bytes(cls, data: Buffer, name: str) -> Stream:
-        """From its record; name: of the stream, for errors. StoreDamaged."""
+    def from_bytes(cls, data: Buffer, key: str) -> Stream:
+        """From its record; key: by which it was found. StoreDamaged, also if it is another stream's."""
         try:
             parsed = Container.parse(data)
             parts = []
             for place, (kind, index, blob, size) in enumerate(parsed.header.pop("parts")):
-                _check_kind(f"the index's record of stream {name}", "blob", blob, "str | None")
-                _check_kind(f"the index's record of stream {name}", "size", size, "int")
+                _check_kind(f"the index's record of stream {key}", "blob", blob, "str | None")
+                _check_kind(f"the index's record of stream {key}", "size", size, "int")
                 data = b"" if blob is not None else bytes(parsed.section(_INLINE, place))
                 parts.append(Part(kind, index, blob, size, data))
             ids = container.unpack(parsed.section(_TOKENS), np.int32, max_items=_MOST_TOKENS)
             steps = container.unpack(parsed.section(_SURPRISAL), np.uint16, shape=ids.shape)
             about = parsed.header
             for entry, kind in _KINDS_OF_STREAM.items():
-                _check_kind(f"the index's record of stream {name}", entry, about[entry], kind)
+                _check_kind(f"the index's record of stream {key}", entry, about[entry], kind)
+            if about["key"] != key:
+                raise StreamError(f"it is of stream {about['key']}")
             if (about["depth"] == 0) != (about["reference"] is None) or not 0 <= about["depth"] <= MAX_DEPTH:
                 raise StreamError(f"altered: depth {about['depth']} with reference {about['reference']}")
             return cls(**about, parts=tuple(parts), token_ids=ids, surprisal=_bits(steps))
         except (StreamError, LookupError, TypeError, ValueError) as error:
-            raise StoreDamaged(f"the index's record of stream {name} is damaged: {error}") from error
+            raise StoreDamaged(f"the index's record of stream {key} is damaged: {error}") from error
 
 
 def _check_kind(part: str, name: str, value: Any, kind: str) -> None:

@@ -277,7 +277,7 @@ def _record() -> Target:
     stream, _ = Stream.split(engine.encode(kv, probs, profile=_profile(), step=STEP), probs, "0" * 32)
 
     def read(data: bytes) -> str:
-        found = Stream.from_bytes(data, "fuzzed")
+        found = Stream.from_bytes(data, stream.key)
         return xxhash.xxh3_64_hexdigest(found.join({})) if data == stream.record else found.key
 
     return Target((stream.record,), read)

@@ -80,3 +80,53 @@ def test_parts_and_headers_that_cannot_be_are_refused(change: dict[str, Any]) ->
         wrong = dataclasses.replace(stream, parts=(*kept, dataclasses.replace(parts[0], **change), *parts[1:]))
     with pytest.raises(StoreDamaged, match=stream.key):
         wrong.join({})
+
+
+def test_an_index_that_leads_to_another_session_is_refused(tmp_path: Path) -> None:
+    """A byte of SQLite's own index of names, whose order is then another: asked for "one", it gives "exact"."""
+    index = SqliteIndex(tmp_path / "index.sqlite", 1.0)
+    for place, name in enumerate(("one", "two", "exact")):
+        stream = Stream(f"{place}" * 32, None, 0, None, {}, (), np.zeros(3, np.int32), np.zeros(3, np.float32))
+        with index.writing():
+            index.set(TENANT, Entry(name, stream.key, None, 3, 300, None, 0, 0, 300, 0, 1, 1.5, 2.5), stream)
+    index.compact()
+    index.close()
+    path = tmp_path / "index.sqlite"
+    whole = bytearray(path.read_bytes())
+    at = whole.index(f"{TENANT}exact\x03".encode())  # ends in the number of its row, as the table's own rows do not
+    whole[at + 27] = 173
+    path.write_bytes(whole)
+    index = SqliteIndex(path, 1.0)
+    led = [name for name in ("one", "two", "exact") if refused(index, name)]
+    with index.writing(), pytest.raises(StoreDamaged, match="which is kept"):
+        index.remove(TENANT, led[0])
+    assert led and index.problems() and len(index.entries()) == 3
+    index.close()
+
+
+def refused(index: SqliteIndex, name: str) -> bool:
+    try:
+        found = index.find(TENANT, name)
+    except StoreDamaged as error:
+        return "the index leads to session" in str(error)
+    assert found is None or found.entry.name == name
+    return False
+
+
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_a_stream_in_anothers_place_is_refused(kind: str, tmp_path: Path) -> None:
+    index, objects = opened(kind, tmp_path)
+    ids, surprisal = np.zeros(3, np.int32), np.zeros(3, np.float32)
+    with index.writing():
+        for key in KEYS:
+            entry = Entry(f"session {key[0]}", key, None, 3, 300, None, 0, 0, 300, 0, 1, 1.5, 2.5)
+            index.set(TENANT, entry, Stream(key, None, 0, None, {}, (), ids, surprisal))
+    if isinstance(index, SqliteIndex):
+        with index.writing():
+            index._run("UPDATE streams SET record = (SELECT record FROM streams WHERE key = ?)", KEYS[0])
+    else:
+        names = [f"streams/{TENANT}/{key}" for key in KEYS]
+        objects.write({names[1]: objects.read(names)[names[0]]})
+    with pytest.raises(StoreDamaged, match=f"it is of stream {KEYS[0]}"):
+        index.find(TENANT, "session b")
+    index.close()
