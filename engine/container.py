@@ -31,10 +31,11 @@ import xxhash
 import zstandard
 from numpy.typing import DTypeLike, NDArray
 
-from seqkv.engine.errors import StreamError
+from seqkv.engine.errors import CacheError, StreamError
 
 MAGIC = b"SQKV"
 VERSION = 0
+MOST_HEADER = 1 << 24  # bytes: JSON takes many times its length in memory, before anything of it can be checked
 
 Buffer = bytes | bytearray | memoryview
 
@@ -60,9 +61,12 @@ class Section:
 def write(header: dict[str, Any], sections: Iterable[Section]) -> bytes:
     """A stream with this header (JSON-able) and these sections, in this order. The same input gives the same bytes.
 
-    ValueError if two sections share kind and index, or a number is out of range.
+    ValueError if two sections share kind and index, or a number is out of range, CacheError for a header of more than
+    MOST_HEADER bytes.
     """
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
+    if len(text) > MOST_HEADER:
+        raise CacheError(f"a header of {len(text)} bytes, at most {MOST_HEADER} can be: encode a part at a time")
     sections = list(sections)
     if len({(s.kind, s.index) for s in sections}) != len(sections):
         raise ValueError("two sections share kind and index")
@@ -99,6 +103,8 @@ class Container:
         if version != VERSION or flags:
             raise StreamError(f"format version {version}, flags {flags:#x}: this release reads version {VERSION} only")
         text = reader.take(header_length, "header")
+        if header_length > MOST_HEADER:
+            raise StreamError(f"altered: a header of {header_length} bytes, at most {MOST_HEADER} can be")
         (count,) = _U32.unpack(reader.take(4, "number of sections"))
         if count * _SMALLEST_ENTRY > reader.left:
             raise StreamError(f"truncated: a table of {count} sections does not fit in the {reader.left} bytes left")

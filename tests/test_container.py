@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from seqkv.engine.container import Container, Section, pack, unpack, write
-from seqkv.engine.errors import StreamError
+from seqkv.engine.container import MOST_HEADER, Container, Section, pack, unpack, write
+from seqkv.engine.errors import CacheError, StreamError
 
 SECTIONS = [Section(1, 0, b"a" * 40), Section(2, 0, b""), Section(1, 300, b"c"), Section(255, 2**64 - 1, b"dd")]
 SMALL = write({"tokens": 3, "model": "Ä"}, SECTIONS)
@@ -216,3 +216,13 @@ def test_a_damaged_array_never_gives_another_error() -> None:
         altered[position // 8] ^= 1 << position % 8
         with contextlib.suppress(StreamError):
             assert unpack(altered, np.int16, shape=(40,)).shape == (40,)
+
+
+def test_headers_that_are_too_long_are_neither_written_nor_read() -> None:
+    with pytest.raises(CacheError, match="encode a part at a time"):
+        write({"x": "y" * MOST_HEADER}, [])
+    stream = bytearray(write({"x": "y" * (MOST_HEADER - 8)}, []))
+    assert Container.parse(stream).header["x"][:2] == "yy"
+    stream[8:12] = (MOST_HEADER + 1).to_bytes(4, "little")
+    with pytest.raises(StreamError, match=f"a header of {MOST_HEADER + 1} bytes"):
+        Container.parse(stream + bytes(16))
