@@ -242,6 +242,8 @@ def _header(text: memoryview) -> dict[str, Any]:
 
     try:
         header = json.loads(bytes(text).decode(), parse_constant=refuse)
+        if b"\\ud" in bytes(text).lower():  # half a character: it could not be written again
+            json.dumps(header, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise StreamError(f"the header cannot be read: {error}") from error
     if not isinstance(header, dict):

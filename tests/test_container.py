@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from seqkv.engine.container import MOST_HEADER, Container, Section, pack, unpack, write
 from seqkv.engine.errors import CacheError, StreamError
+from tests.fuzz_mutations import assembled
 
 SECTIONS = [Section(1, 0, b"a" * 40), Section(2, 0, b""), Section(1, 300, b"c"), Section(255, 2**64 - 1, b"dd")]
 SMALL = write({"tokens": 3, "model": "Ä"}, SECTIONS)
@@ -226,3 +227,10 @@ def test_headers_that_are_too_long_are_neither_written_nor_read() -> None:
     stream[8:12] = (MOST_HEADER + 1).to_bytes(4, "little")
     with pytest.raises(StreamError, match=f"a header of {MOST_HEADER + 1} bytes"):
         Container.parse(stream + bytes(16))
+
+
+@pytest.mark.parametrize("text", [r'{"x": "\ud83d"}', r'{"\uDe00": 1}', r'{"x": [{"y": "\ud83d."}]}'])
+def test_headers_with_half_a_character_are_refused(text: str) -> None:
+    with pytest.raises(StreamError, match="surrogates"):
+        Container.parse(assembled(text.encode(), []))
+    assert Container.parse(assembled(rb'{"x": "\ud83d\ude00"}', [])).header == {"x": "\U0001f600"}
