@@ -90,6 +90,8 @@ def encode(
         raise ValueError('measure is of tier="near", to reach a kl')
     if bits is not None and tier != "near":
         raise ValueError('bits are of tier="near"')
+    if reference is not None and tier != "near":
+        raise ValueError('a reference is of tier="near"')
     if tier != "tokens" and (model is not None or archive or repair):
         raise ValueError('model, archive and repair are of tier="tokens"')
     if probs.tokens != kv.tokens:
@@ -371,8 +373,8 @@ def _stored_probs(parsed: Container, form: Form, predictor: str, ids: NDArray[np
 
 
 def _range(part: slice | None, size: int, what: str) -> range:
-    if part is not None and part.step not in (None, 1):
-        raise ValueError(f"{what}: a slice without a step is needed")
+    if part is not None and not (isinstance(part, slice) and part.step in (None, 1)):
+        raise ValueError(f"{what}: a slice without a step is needed, not {part!r}")
     out = range(size)[part] if part is not None else range(size)
     if len(out) == 0:
         raise CacheError(f"nothing is left of {size} {what} by {part}: give a slice within 0 to {size}")

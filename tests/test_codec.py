@@ -238,6 +238,8 @@ def test_what_a_slice_may_be(small: bytes, profile: Profile) -> None:
             engine.decode(small, profile=profile, **empty)
     with pytest.raises(ValueError, match="without a step"):
         engine.decode(small, profile=profile, tokens=slice(0, 10, 2))
+    with pytest.raises(ValueError, match="layers: a slice without a step is needed, not 1"):
+        engine.decode(small, profile=profile, layers=1)  # type: ignore[arg-type]
 
 
 # without a profile
@@ -401,6 +403,13 @@ def test_caches_that_cannot_be(sample: Callable[..., Any]) -> None:
     ]:
         with pytest.raises(CacheError, match=message):
             KVCache(keys, values)
+
+
+@pytest.mark.parametrize("tier", ["lossless", "tokens"])
+def test_only_the_near_tier_takes_a_reference(tier: Any, small: bytes, sample: Callable[..., Any]) -> None:
+    s = sample(20)
+    with pytest.raises(ValueError, match='a reference is of tier="near"'):
+        engine.encode(s.kv, s.probs, tier=tier, reference=small)
 
 
 def test_the_parts_must_fit_together(profile: Profile, sample: Callable[..., Any]) -> None:
