@@ -87,8 +87,8 @@ def _built(
         made, now = engine.inspect(first)["profile"], None if profile is None else profile.fingerprint
         if made != now:
             raise ProfileError(f"{path} was made with profile {made}, not with {now}")
-    cache.past.pieces, cache.past.hidden, cache.chunk = pieces, tensors.get("hidden"), form["chunk"]
-    cache._ids = tensors.get("ids")
+    cache.past.pieces, cache.past.hidden, cache.chunk = pieces, tensors.pop("hidden", None), form["chunk"]
+    cache._ids = tensors.pop("ids", None)
     for layer, (_, state) in zip(cache.layers, form["layers"], strict=True):
         vars(layer).update({name: _restored(value, tensors, model.device) for name, value in state.items()})
     cache._agreed()
@@ -129,11 +129,11 @@ def _plain(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _restored(value: Any, tensors: dict[str, torch.Tensor], device: torch.device) -> Any:
-    """The inverse of `_plain`, on this device."""
+    """The inverse of `_plain`, on this device. Each tensor is taken out, as it has one place."""
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
-        return tensors[value["tensor"]].to(device)
+        return tensors.pop(value["tensor"]).to(device)
     if "numbered" in value:
         return {key: _restored(one, tensors, device) for key, one in value["numbered"]}
     if "torch" in value:

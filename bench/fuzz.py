@@ -55,7 +55,7 @@ for threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(threads, "1")
 
 LIMIT = 64 << 20  # bytes that reading a stream may take
-LONGEST = 2 << 20  # bytes of a stream
+LONGEST = 1 << 20  # bytes of a stream
 SLOW, HANG = 1.0, 20.0  # seconds: of processor time, and until a worker is killed
 FINDINGS = ("wrong", "error", "memory", "slow", "crash", "hang")
 _NOW = struct.Struct("<QdI24s")  # number of the stream, when it was begun (0: none is), bytes, target; then the bytes

@@ -364,6 +364,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "a state of three parts": {"layers": [["CompressedLayer", {}, {}]] * 3},
     "pairs that are none": {"layers": [["CompressedLayer", {"x": {"numbered": [[1, 2, 3]]}}]] * 3},
     "a tensor that is not there": {"layers": [["CompressedLayer", {"keys": {"tensor": "none"}}]] * 3},
+    "a tensor in two layers": {"layers": [["CompressedLayer", {"keys": {"tensor": "layer.0.keys"}}]] * 3},
     "no dtype": {"layers": [["CompressedLayer", {"dtype": {"torch": "nn", "device": False}}]] * 3},
     "another format": {"format": session_file.FORMAT + 1},
 }
