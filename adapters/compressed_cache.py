@@ -9,11 +9,14 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from seqkv.adapters import cache_layers, rope, session_file
+from seqkv.adapters.attention import AttentionObserver, Calls
 from seqkv.adapters.parts import decoder_of, text_config
 from seqkv.adapters.past import Past, Tier
 from seqkv.engine import CacheError, Profile, ProfileError
@@ -22,6 +25,9 @@ from seqkv.engine.rate_control import check
 CHUNK, CHUNK_WITHOUT_PROFILE = 32, 256
 """Tokens that are coded at a time: few, as what waits for them is held as it is, but a stream without a profile brings
 statistics of its own, which must be worth it."""
+
+OBSERVED, QUERIES = 64, 256
+"""How many tokens a pass must have for its attention to be observed, and of how many of its last queries it is."""
 
 
 class CompressedCache(Cache):
@@ -80,6 +86,7 @@ class CompressedCache(Cache):
         for index, layer in enumerate(coded.values()):
             layer.join(self.past, index, keep_decoded)
         self._ids: torch.Tensor | None = None  # [batch, columns that are held as they are]
+        self._observer: AttentionObserver | None = None  # of the forward pass that goes on
         self._model = weakref.ref(model)
         _watch(self, model)
 
@@ -88,8 +95,8 @@ class CompressedCache(Cache):
     ) -> Any:
         """Add a layer's keys and values, [batch, kv_heads, tokens, width]; returns those of all tokens."""
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx == next(reversed(self.coded)):
-            self._settle()
+        if layer_idx == next(reversed(self.coded)) and self._observer is None:
+            self._settle()  # else when the last layer has attended to these
         return out
 
     @property
@@ -242,11 +249,11 @@ class CompressedCache(Cache):
             raise CacheError("a call before this one did not go through: reset the cache, or load a session")
         return length
 
-    def saw(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """What a call of the model is about to add. Called by the hook, before it."""
+    def saw(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """What a call of the model is about to add, and whether to observe its attention. Called before it."""
         given = [kwargs.get("cache"), kwargs.get("past_key_values"), *args]
         if not any(one is self for one in given):
-            return
+            return False
         ids = kwargs.get("input_ids", args[0] if args and args[0] is not self else None)
         if ids is None:
             raise CacheError("a CompressedCache needs the token ids: call the model with input_ids, not inputs_embeds")
@@ -254,6 +261,33 @@ class CompressedCache(Cache):
         self._see_mask(kwargs.get("attention_mask"), length, *ids.shape)
         new = ids.detach().cpu()
         self._ids = new if self._ids is None else torch.cat([self._ids, new], dim=1)
+        if self.past.tier == "near" and new.shape[1] >= OBSERVED and self._ids.shape[1] >= self.window + self.chunk:
+            self._observer = AttentionObserver(QUERIES)
+        return self._observer is not None
+
+    def record(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+    ) -> None:
+        """What a layer attends to. Called by it, in a call that is observed."""
+        if self._observer is not None and layer in self.coded:
+            self._observer.record(layer, query, key, mask, scaling)
+
+    @property
+    def observing(self) -> bool:
+        """Whether an observed call goes on."""
+        return self._observer is not None
+
+    def told(self, finished: bool) -> None:
+        """An observed call is over. Called after it."""
+        if finished and self._observer is not None:
+            self._settle()
+        self._observer = None
+
+    def _received(self) -> list[NDArray[np.float32]] | None:
+        """Attention received by the columns of each sequence, [layers, columns], if all layers told."""
+        if self._observer is None or self._observer.layers != set(self.coded) or self._ids is None:
+            return None
+        return [self._observer.importance(b) for b in range(len(self._ids))]
 
     def _see_mask(self, mask: Any, length: int, batch: int, new: int) -> None:
         """Which columns are hidden. CacheError if that changes."""
@@ -288,7 +322,7 @@ class CompressedCache(Cache):
         due = max(0, held - self.window) // self.chunk * self.chunk
         if due:
             keys, values = ([getattr(x, side)[:, :, :due] for x in layers] for side in ("keys", "values"))
-            self.past.add(keys, values, self._ids[:, :due])
+            self.past.add(keys, values, self._ids[:, :due], self._received())
             self._ids = self._ids[:, due:].clone()
             for layer in layers:
                 layer.drop(due)
@@ -312,11 +346,18 @@ class CompressedCache(Cache):
 
 def _watch(cache: CompressedCache, model: PreTrainedModel) -> None:
     """Tell the cache of the model's calls, for as long as there is a cache."""
-    there = weakref.ref(cache)
+    there, calls = weakref.ref(cache), Calls(decoder_of(model))
 
     def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         one = there()
-        if one is not None:
-            one.saw(args, kwargs)
+        if one is not None and one.saw(args, kwargs):
+            calls.begin(one)
+
+    def after(module: Any, args: Any, output: Any) -> None:
+        one = there()
+        if one is not None and one.observing:
+            calls.end()
+            one.told(output is not None)
 
     weakref.finalize(cache, model.register_forward_pre_hook(before, with_kwargs=True).remove)
+    weakref.finalize(cache, model.register_forward_hook(after, always_call=True).remove)

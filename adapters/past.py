@@ -56,14 +56,32 @@ class Past:
         """Bytes of the streams."""
         return sum(len(stream) for piece in self.pieces for stream in piece.streams if stream is not None)
 
-    def add(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], ids: torch.Tensor) -> None:
-        """Code the columns that follow: for each layer [batch, kv_heads, columns, width]; ids [batch, columns]."""
+    def add(
+        self,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        ids: torch.Tensor,
+        received: Sequence[NDArray[np.float32]] | None,
+    ) -> None:
+        """Code the columns that follow.
+
+        keys, values: of each layer, [batch, kv_heads, columns, width]; ids [batch, columns].
+        received: of each sequence, attention that its columns received from the first on, [layers, columns]; None where
+            that is not known.
+        """
         start = self.stop
-        streams = tuple(self._encode(b, start, keys, values, ids) for b in range(ids.shape[0]))
+        told = [None] * len(ids) if received is None else received
+        streams = tuple(self._encode(b, start, keys, values, ids, told[b]) for b in range(len(ids)))
         self.pieces.append(Piece(start, start + ids.shape[1], streams))
 
     def _encode(
-        self, b: int, start: int, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], ids: torch.Tensor
+        self,
+        b: int,
+        start: int,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        ids: torch.Tensor,
+        received: NDArray[np.float32] | None,
     ) -> bytes | None:
         columns = self.columns(b, start, start + ids.shape[1])
         if columns.size == 0:
@@ -77,7 +95,8 @@ class Past:
         probs = TokenProbs.from_tokens(ids[b, some])
         if exact:
             return engine.encode(kv, probs, tier="lossless", profile=self.profile)
-        return engine.encode(kv, probs, profile=self.profile, kl=self.kl)
+        importance = None if received is None else received[:, columns]
+        return engine.encode(kv, probs, profile=self.profile, kl=self.kl, importance=importance)
 
     def columns(self, b: int, start: int, stop: int) -> NDArray[np.int64]:
         """Those of a sequence from start to stop that are not hidden."""
