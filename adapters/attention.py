@@ -7,7 +7,9 @@ same tokens.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqkv.adapters.parts import decoder_of
 from seqkv.engine import CacheError
@@ -45,7 +48,8 @@ def observe_attention(model: PreTrainedModel, last: int = 256) -> Iterator[Atten
     attentions = [m for m in decoder.modules() if hasattr(m, "layer_idx") and not getattr(m, "is_cross_attention", 0)]
     if any(hasattr(m, "_seqkv_observer") for m in attentions):
         raise RuntimeError("the model is being observed already")
-    _register()
+    AttentionInterface.register(_OBSERVED, _observed_attention)
+    AttentionMaskInterface.register(_OBSERVED, sdpa_mask)
     before, observer = decoder.config._attn_implementation, AttentionObserver(last)
     decoder.set_attn_implementation(_OBSERVED)
     try:
@@ -119,53 +123,61 @@ class AttentionObserver:
         return (total.attention[batch_index] / total.seen[batch_index].clamp(min=1)).cpu().numpy()
 
 
-class Recorder(Protocol):
-    """What gets the calls of a model's layers: see AttentionObserver.record."""
+class Listener(Protocol):
+    """Who wants to know what attends to keys of its."""
 
-    def record(
+    def attended(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
-    ) -> None: ...
+    ) -> None:
+        """What a layer attended with, after it did; arguments as of AttentionObserver.record."""
 
 
-class Calls:
-    """Single calls of a model that a recorder sees: those between `begin` and `end`, in the thread of both.
+def listen(listener: Listener, layer: int, key: torch.Tensor) -> None:
+    """Tell a listener when this thread attends, with PyTorch's scaled dot product, to this very tensor; once, and not
+    after another was listened for.
 
-    Only of a model that attends with PyTorch's scaled dot product, which gives the same bits while it is recorded.
+    Models and their configurations stay as they are: what transformers calls "sdpa" is wrapped once, for the process.
     """
-
-    def __init__(self, decoder: Any) -> None:
-        self._config, self._observable = decoder.config, decoder._can_set_attn_implementation()
-
-    def begin(self, recorder: Recorder) -> None:
-        """The next call is recorded, if it can be."""
-        with _CALLS:
-            going_on = getattr(self._config, _COUNT, 0)
-            if not self._observable or (not going_on and self._config._attn_implementation != "sdpa"):
-                return
-            _register()
-            setattr(self._config, _COUNT, going_on + 1)
-            self._config._attn_implementation = _OBSERVED
-            _HERE.recorder = recorder
-
-    def end(self) -> None:
-        """The call is over, or failed."""
-        if getattr(_HERE, "recorder", None) is None:
-            return
-        _HERE.recorder = None
-        with _CALLS:  # other threads may be in a call of the same model
-            going_on = getattr(self._config, _COUNT) - 1
-            setattr(self._config, _COUNT, going_on)
-            if not going_on:
-                delattr(self._config, _COUNT)
-                self._config._attn_implementation = "sdpa"
+    with _WRAPPING:
+        plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        if not hasattr(plain, "_seqkv"):
+            AttentionInterface.register("sdpa", _wrapped(plain))
+    _HERE.awaited = weakref.ref(key), weakref.ref(listener), layer
 
 
-_HERE, _CALLS, _COUNT = threading.local(), threading.Lock(), "_seqkv_calls"
+_HERE, _WRAPPING = threading.local(), threading.Lock()
 
 
-def _register() -> None:
-    AttentionInterface.register(_OBSERVED, _observed_attention)
-    AttentionMaskInterface.register(_OBSERVED, sdpa_mask)
+def _wrapped(plain: Any) -> Any:
+    """An attention function that tells who listens."""
+
+    @functools.wraps(plain)
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        out = plain(module, query, key, value, attention_mask, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            _tell(query, key, attention_mask, kwargs.get("scaling"))
+        return out
+
+    attend._seqkv = True  # type: ignore[attr-defined]
+    return attend
+
+
+def _tell(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None) -> None:
+    awaited = getattr(_HERE, "awaited", None)
+    if awaited is None or awaited[0]() is not key:
+        return
+    _HERE.awaited = None
+    listener = awaited[1]()
+    if listener is not None:
+        listener.attended(awaited[2], query, key, mask, scaling)
 
 
 @dataclass
@@ -219,7 +231,9 @@ def _observed_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    for recorder in (getattr(module, "_seqkv_observer", None), getattr(_HERE, "recorder", None)):
-        if recorder is not None:
-            recorder.record(module.layer_idx, query, key, attention_mask, kwargs.get("scaling"))
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    observer = getattr(module, "_seqkv_observer", None)
+    if observer is not None:
+        observer.record(module.layer_idx, query, key, attention_mask, kwargs.get("scaling"))
+    out = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    _tell(query, key, attention_mask, kwargs.get("scaling"))
+    return out

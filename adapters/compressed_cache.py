@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from seqkv.adapters import cache_layers, rope, session_file
-from seqkv.adapters.attention import AttentionObserver, Calls
+from seqkv.adapters.attention import AttentionObserver, listen
 from seqkv.adapters.parts import decoder_of, text_config
 from seqkv.adapters.past import Past, Tier
 from seqkv.engine import CacheError, Profile, ProfileError
@@ -95,8 +95,10 @@ class CompressedCache(Cache):
     ) -> Any:
         """Add a layer's keys and values, [batch, kv_heads, tokens, width]; returns those of all tokens."""
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx == next(reversed(self.coded)) and self._observer is None:
-            self._settle()  # else when the last layer has attended to these
+        if self._observer is not None and layer_idx in self.coded:
+            listen(self, layer_idx, out[0])
+        if layer_idx == self._last and not self._others_told():
+            self._settle()  # else when this layer has told as well
         return out
 
     @property
@@ -129,7 +131,7 @@ class CompressedCache(Cache):
         """Forget everything."""
         super().reset()
         self.past.clear()
-        self._ids = None
+        self._ids = self._observer = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove tokens; a positive number is the length that is to be left.
@@ -249,45 +251,47 @@ class CompressedCache(Cache):
             raise CacheError("a call before this one did not go through: reset the cache, or load a session")
         return length
 
-    def saw(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """What a call of the model is about to add, and whether to observe its attention. Called before it."""
+    def saw(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """What a call of the model is about to add. Called by the hook, before it."""
         given = [kwargs.get("cache"), kwargs.get("past_key_values"), *args]
         if not any(one is self for one in given):
-            return False
+            return
         ids = kwargs.get("input_ids", args[0] if args and args[0] is not self else None)
         if ids is None:
             raise CacheError("a CompressedCache needs the token ids: call the model with input_ids, not inputs_embeds")
         length = self._agreed()
+        if self._observer is not None and length:  # the last layer never told
+            self._settle()
         self._see_mask(kwargs.get("attention_mask"), length, *ids.shape)
         new = ids.detach().cpu()
         self._ids = new if self._ids is None else torch.cat([self._ids, new], dim=1)
         if self.past.tier == "near" and new.shape[1] >= OBSERVED and self._ids.shape[1] >= self.window + self.chunk:
             self._observer = AttentionObserver(QUERIES)
-        return self._observer is not None
 
-    def record(
+    def attended(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
     ) -> None:
-        """What a layer attends to. Called by it, in a call that is observed."""
-        if self._observer is not None and layer in self.coded:
+        """What a layer attended with. Called by the attention, in a pass that is observed."""
+        if self._observer is not None:
             self._observer.record(layer, query, key, mask, scaling)
+            if layer == self._last:
+                self._settle()
 
     @property
-    def observing(self) -> bool:
-        """Whether an observed call goes on."""
-        return self._observer is not None
+    def _last(self) -> int:
+        """The last layer that is coded."""
+        return next(reversed(self.coded))
 
-    def told(self, finished: bool) -> None:
-        """An observed call is over. Called after it."""
-        if finished and self._observer is not None:
-            self._settle()
-        self._observer = None
+    def _others_told(self) -> bool:
+        """Whether this pass is observed, and all coded layers before the last one told."""
+        return self._observer is not None and self._observer.layers == set(self.coded) - {self._last}
 
     def _received(self) -> list[NDArray[np.float32]] | None:
-        """Attention received by the columns of each sequence, [layers, columns], if all layers told."""
-        if self._observer is None or self._observer.layers != set(self.coded) or self._ids is None:
+        """Attention received by the columns of each sequence, [layers, columns], if all layers told. Ends observing."""
+        observer, self._observer = self._observer, None
+        if observer is None or observer.layers != set(self.coded) or self._ids is None:
             return None
-        return [self._observer.importance(b) for b in range(len(self._ids))]
+        return [observer.importance(b) for b in range(len(self._ids))]
 
     def _see_mask(self, mask: Any, length: int, batch: int, new: int) -> None:
         """Which columns are hidden. CacheError if that changes."""
@@ -307,7 +311,7 @@ class CompressedCache(Cache):
 
     def _settle(self) -> None:
         """Code the whole chunks that are older than the window."""
-        layers = list(self.coded.values())
+        received, layers = self._received(), list(self.coded.values())
         if not self.past.rope:
             self._begin(layers)
         if len({layer.recent for layer in layers}) != 1:
@@ -322,7 +326,7 @@ class CompressedCache(Cache):
         due = max(0, held - self.window) // self.chunk * self.chunk
         if due:
             keys, values = ([getattr(x, side)[:, :, :due] for x in layers] for side in ("keys", "values"))
-            self.past.add(keys, values, self._ids[:, :due], self._received())
+            self.past.add(keys, values, self._ids[:, :due], received)
             self._ids = self._ids[:, due:].clone()
             for layer in layers:
                 layer.drop(due)
@@ -346,18 +350,11 @@ class CompressedCache(Cache):
 
 def _watch(cache: CompressedCache, model: PreTrainedModel) -> None:
     """Tell the cache of the model's calls, for as long as there is a cache."""
-    there, calls = weakref.ref(cache), Calls(decoder_of(model))
+    there = weakref.ref(cache)
 
     def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         one = there()
-        if one is not None and one.saw(args, kwargs):
-            calls.begin(one)
-
-    def after(module: Any, args: Any, output: Any) -> None:
-        one = there()
-        if one is not None and one.observing:
-            calls.end()
-            one.told(output is not None)
+        if one is not None:
+            one.saw(args, kwargs)
 
     weakref.finalize(cache, model.register_forward_pre_hook(before, with_kwargs=True).remove)
-    weakref.finalize(cache, model.register_forward_hook(after, always_call=True).remove)

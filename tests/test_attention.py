@@ -1,8 +1,10 @@
-"""Attention that a CompressedCache observes by itself, in passes of many tokens."""
+"""Attention that a CompressedCache observes by itself, in passes of many tokens, and what goes on meanwhile."""
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -13,10 +15,9 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 from transformers import DynamicCache  # noqa: E402
 
 from seqkv import engine  # noqa: E402
-from seqkv.adapters import attention, compressed_cache  # noqa: E402
 from seqkv.adapters import huggingface as hf  # noqa: E402
-from seqkv.adapters.parts import decoder_of  # noqa: E402
-from tests.test_compressed_cache import IDS, cache_of, make  # noqa: E402
+from seqkv.engine import CacheError  # noqa: E402
+from tests.test_compressed_cache import IDS, SIZES, cache_of, make  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def test_a_long_pass_is_coded_with_what_its_tokens_received(llama: Any) -> None:
     assert torch.equal(out, plain)
     [piece] = cache.past.pieces
     assert piece.stop == 128 and piece.streams == (stream_of(llama, IDS, slice(None), 128),)
-    assert llama.config._attn_implementation == "sdpa" and not cache.observing
+    assert llama.config._attn_implementation == "sdpa"
 
 
 def test_what_is_hidden_received_nothing(llama: Any) -> None:
@@ -59,12 +60,10 @@ def test_a_later_long_pass_counts_for_what_came_before(llama: Any) -> None:
     llama(IDS[:, :40], use_cache=True, **{name: cache})  # short: estimated, and nothing is due
     llama(IDS[:, 40:110], use_cache=True, **{name: cache})
     [piece] = cache.past.pieces
-    attended = attention.AttentionObserver(compressed_cache.QUERIES)
-    calls, plain = attention.Calls(decoder_of(llama)), DynamicCache()
+    plain = DynamicCache()
     llama(IDS[:, :40], use_cache=True, **{name: plain})
-    calls.begin(attended)
-    llama(IDS[:, 40:110], use_cache=True, **{name: plain})
-    calls.end()
+    with hf.observe_attention(llama) as attended:
+        llama(IDS[:, 40:110], use_cache=True, **{name: plain})
     kv, probs = hf.to_kv(plain, llama), engine.TokenProbs.from_tokens(IDS[0, :64])
     part = engine.KVCache([x[:, :64] for x in kv.keys], [x[:, :64] for x in kv.values], rope=kv.rope)
     assert piece.streams == (engine.encode(part, probs, kl=0.01, importance=attended.importance()[:, :64]),)
@@ -85,36 +84,111 @@ def test_other_passes_are_not_observed(tier: Any, implementation: str) -> None:
         assert cache.past.pieces[0].streams == (engine.encode(part, probs, kl=0.01),)
 
 
-def test_a_pass_that_fails_ends_the_observation(llama: Any) -> None:
+def within(model: Any, call: Any) -> Any:
+    """A hook that makes a call, once, while the second layer of a model runs."""
+    made: list[int] = []
+
+    def hook(*_: Any) -> None:
+        if not made:
+            made.append(1)
+            call()
+
+    return model.model.layers[1].register_forward_hook(hook)
+
+
+def in_a_thread(call: Any) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+OTHERS: dict[str, Any] = {
+    "the same model": lambda model, name: model(IDS[:, :70], use_cache=False),
+    "the same model in a thread": lambda model, name: in_a_thread(lambda: model(IDS[:, :70], use_cache=False)),
+    "another cache": lambda model, name: model(IDS, **{name: cache_of(model, tier="near")}),
+    "another cache in a thread": lambda model, name: in_a_thread(
+        lambda: model(IDS, **{name: cache_of(model, tier="near")})
+    ),
+    "another model": lambda model, name: (other := make("full attention"))(IDS, **{name: cache_of(other, tier="near")}),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=list(OTHERS))
+def test_other_calls_meanwhile_change_nothing(other: Any, llama: Any) -> None:
     name, cache = hf.cache_kwarg(llama), cache_of(llama, tier="near")
-    with pytest.raises(IndexError):
-        llama(IDS + 90, use_cache=True, **{name: cache})  # beyond the vocabulary
-    assert llama.config._attn_implementation == "sdpa" and not cache.observing and not cache.past.pieces
-    llama(IDS, use_cache=True, **{name: cache})
-    assert cache.past.stop == 128
+    hook = within(llama, lambda: other(llama, name))
+    with torch.no_grad():
+        llama(IDS, **{name: cache})
+    hook.remove()
+    assert cache.past.pieces[0].streams == (stream_of(llama, IDS, slice(None), 128),)
 
 
-def test_calls_of_one_model_in_several_threads(llama: Any) -> None:
-    """Each records its own, and the model attends as before when the last one has ended."""
-    seen: dict[int, set[int]] = {}
-    inside = threading.Barrier(2)
+def test_within_observe_attention(llama: Any) -> None:
+    name, cache = hf.cache_kwarg(llama), cache_of(llama, tier="near")
+    with hf.observe_attention(llama) as seen:
+        llama(IDS, **{name: cache})
+    assert cache.past.pieces[0].streams == (stream_of(llama, IDS, slice(None), 128),)
+    assert seen.importance().shape == (3, 170)
 
-    def call(number: int) -> None:
-        class Recorder:
-            def record(self, layer: int, query: Any, *_: Any) -> None:
-                seen.setdefault(number, set()).add(query.shape[2])
 
-        calls = attention.Calls(decoder_of(llama))
-        calls.begin(Recorder())
-        inside.wait(30)
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_after_a_pass_that_failed_on_its_way(error: type[BaseException], llama: Any) -> None:
+    def fail() -> None:
+        raise error
+
+    name, cache = hf.cache_kwarg(llama), cache_of(llama, tier="near")
+    hook = within(llama, fail)
+    with pytest.raises(error):
+        llama(IDS, **{name: cache})
+    hook.remove()
+    llama(IDS, use_cache=False)
+    assert not cache.past.pieces
+    with pytest.raises(CacheError, match="reset the cache"):
+        llama(IDS, **{name: cache})
+    cache.reset()
+    llama(IDS, **{name: cache})
+    assert cache.past.pieces[0].streams == (stream_of(llama, IDS, slice(None), 128),)
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+
+
+def test_after_keys_that_cannot_be_coded(llama: Any) -> None:
+    name, cache = hf.cache_kwarg(llama), cache_of(llama, tier="near")
+    weight = llama.model.layers[0].self_attn.v_proj.weight
+    before = weight.data.clone()
+    weight.data[0, 0] = float("nan")
+    with pytest.raises(CacheError, match="nan"):
+        llama(IDS, **{name: cache})
+    weight.data.copy_(before)
+    llama(IDS, use_cache=False)
+    cache.reset()
+    llama(IDS, **{name: cache})
+    assert cache.past.pieces[0].streams == (stream_of(llama, IDS, slice(None), 128),)
+
+
+def test_cross_attention_is_not_taken_for_it() -> None:
+    sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 512}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, add_cross_attention=True)).eval()
+    name, streams = hf.cache_kwarg(model), []
+    for encoded in (9, 170):
+        cache = cache_of(model, tier="near")
         with torch.no_grad():
-            llama(IDS[:, : 10 + number], use_cache=False)
-        calls.end()
+            model(IDS, **{name: cache}, encoder_hidden_states=torch.zeros(1, encoded, 32))
+        streams.append(cache.past.pieces[0].streams)
+    assert streams[0] == streams[1]  # what is encoded is all zeros: only how long it is differs
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == {0: {10}, 1: {11}} and llama.config._attn_implementation == "sdpa"
-    assert not any("seqkv" in name for name in vars(llama.config) if name != "_attn_implementation_internal")
+
+def test_a_model_that_asks_for_sdpa_by_name() -> None:
+    """Gemma 4 whose layers share keys drops queries under sdpa; with another name for it the mask would be wrong."""
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip("this release has no Gemma4")
+    more = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 1}
+    kinds = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "sliding_window": 16, "global_head_dim": 8}
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**SIZES | more | kinds)).eval()
+    name, given = hf.cache_kwarg(model), {"use_cache": True, "logits_to_keep": 2}
+    with torch.no_grad():
+        plain = model(IDS, **given, **{name: DynamicCache(config=model.config)}).logits
+        assert torch.equal(model(IDS, **given, **{name: cache_of(model, tier="near")}).logits, plain)
