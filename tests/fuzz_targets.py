@@ -328,7 +328,7 @@ def _in_memory() -> Target:
     names = [name for name in objects if not name.endswith("state")]
 
     def read(data: bytes) -> str:
-        number, data = data[0] % len(names), data[1:]
+        number, data = (data or b"\0")[0] % len(names), data[1:]
         system.store.clear()
         system.pseudo_dirs[:] = [""]
         system.pipe({name.replace("/first", "/next"): held for name, held in objects.items()})
@@ -353,7 +353,7 @@ def _in_folder() -> Target:
     (folder / "first" / "reserve").unlink(missing_ok=True)
 
     def read(data: bytes) -> str:
-        number, data = data[0] % len(names), data[1:]
+        number, data = (data or b"\0")[0] % len(names), data[1:]
         shutil.rmtree(folder / "next", ignore_errors=True)
         shutil.copytree(folder / "first", folder / "next")
         (folder / "next" / names[number]).write_bytes(data)
