@@ -48,6 +48,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=40, help="steps from one that drops what is decoded to the next")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
+    if options.new < options.every:
+        parser.error(f"of {options.new} steps none drops what is decoded: --every must be smaller than that")
     source = models.load(options.model)
     model, profile = source.model, None if options.profile == "none" else engine.Profile.load(options.profile)
     ids = torch.as_tensor(models.read_ids(source, options.text)[: options.prompt + options.new])[None]
