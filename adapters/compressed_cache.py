@@ -20,6 +20,7 @@ from seqkv.adapters.attention import AttentionObserver, listen
 from seqkv.adapters.parts import decoder_of, text_config
 from seqkv.adapters.past import Past, Tier
 from seqkv.engine import CacheError, Profile, ProfileError
+from seqkv.engine.profile import check_kind
 from seqkv.engine.rate_control import check
 
 CHUNK, CHUNK_WITHOUT_PROFILE = 32, 256
@@ -65,6 +66,7 @@ class CompressedCache(Cache):
         keep_decoded: bool = False,
     ) -> None:
         check(kl, None)
+        check_kind(profile)
         if tier not in ("near", "lossless"):
             raise ValueError(f'tier must be "near" or "lossless", not {tier!r}')
         if isinstance(window, bool) or not isinstance(window, int | Integral) or window < 1:
@@ -302,7 +304,8 @@ class CompressedCache(Cache):
             mask = torch.ones((batch, length + new), dtype=torch.long)
         if getattr(mask, "shape", None) != (batch, length + new):
             raise CacheError(
-                f"attention_mask must be of shape [{batch} sequences, {length + new} tokens], or not given"
+                f"attention_mask must be of shape [{batch} sequences, {length + new} tokens], or not given; it is "
+                f"{list(getattr(mask, 'shape', [])) or type(mask).__name__}"
             )
         hidden = (mask == 0).cpu()
         if not torch.equal(hidden[:, :length], known):

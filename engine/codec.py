@@ -33,7 +33,7 @@ from seqkv.engine.id_coding import Model
 from seqkv.engine.known import Known, plain_ids
 from seqkv.engine.modes import Calibrated, Free, Mode, stored_mode
 from seqkv.engine.probs import TokenProbs
-from seqkv.engine.profile import Profile
+from seqkv.engine.profile import Profile, check_kind
 from seqkv.engine.reference import Aligned, Reference
 from seqkv.engine.sharing import Shared
 from seqkv.engine.target import Target
@@ -102,6 +102,7 @@ def encode(
         raise CacheError(f"the cache has {kv.layers} layers, a stream at most {MOST_LAYERS}: encode a part at a time")
     if tier == "tokens":
         return container.write(*tokens_tier.encode(kv, probs.token_ids, model=model, archive=archive, repair=repair))
+    check_kind(profile)
     if profile is not None:
         profile.check(kv)
     header, positions = describe(kv)

@@ -208,7 +208,7 @@ class _Reader:
 
     def take(self, count: int, what: str) -> memoryview:
         if count > self.left:
-            raise StreamError(f"truncated in {what}: {count} bytes are needed, {self.left} are left")
+            raise StreamError(f"truncated in {what}: {count} bytes are needed, the stream ends after {self.left}")
         self.position += count
         return self.buffer[self.position - count : self.position]
 

@@ -14,7 +14,7 @@ from seqkv.engine.container import Container, Section
 from seqkv.engine.errors import ProfileError, StreamError, reading
 from seqkv.engine.form import CHANNELS, NAMES, SCALES, Form
 from seqkv.engine.layout import block_starts, block_widths
-from seqkv.engine.profile import Profile
+from seqkv.engine.profile import Profile, check_kind
 
 BlocksOf = Callable[[KVCache, slice], Callable[[int], Any]]
 """The blocks of some tokens of a cache: block -> [tokens, channels] float32, keys before rotation."""
@@ -111,6 +111,7 @@ Mode = Calibrated | Free
 def stored_profile(form: Form, profile: Profile | None) -> Profile | None:
     """The profile that a stream was coded with, if there was one, of which `profile` was given. ProfileError if that is
     another."""
+    check_kind(profile)
     if form.profile is None:
         return None
     if profile is None or profile.fingerprint != form.profile:

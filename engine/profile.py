@@ -221,3 +221,9 @@ _TENSORS = ("table", "bias", "sink_bias", "exponent", "scale", "gains", "curve")
 def _shown(shape: tuple[tuple[int, int, int], ...]) -> str:
     kinds = sorted(set(shape))
     return f"{len(shape)} layers of (kv_heads, key width, value width) {', '.join(map(str, kinds))}"
+
+
+def check_kind(profile: Any) -> None:
+    """ProfileError unless it is a Profile, or None: a path is not."""
+    if profile is not None and not isinstance(profile, Profile):
+        raise ProfileError(f"a profile is needed, not a {type(profile).__name__}: use engine.Profile.load(path)")

@@ -405,6 +405,16 @@ def test_caches_that_cannot_be(sample: Callable[..., Any]) -> None:
             KVCache(keys, values)
 
 
+def test_a_path_is_no_profile(small: bytes, sample: Callable[..., Any]) -> None:
+    s = sample(20)
+    for call in (
+        lambda path: engine.encode(s.kv, s.probs, profile=path),
+        lambda path: engine.decode(small, profile=path),
+    ):
+        with pytest.raises(ProfileError, match="a profile is needed, not a str"):
+            call("profile.safetensors")
+
+
 @pytest.mark.parametrize("tier", ["lossless", "tokens"])
 def test_only_the_near_tier_takes_a_reference(tier: Any, small: bytes, sample: Callable[..., Any]) -> None:
     s = sample(20)

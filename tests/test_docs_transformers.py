@@ -25,7 +25,7 @@ def test_the_examples_run(model: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     tiny, _ = hf.load_model(path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 2
-    names: dict[str, Any] = {"torch": torch}
+    names: dict[str, Any] = {}
     for block in blocks:
         code = block.replace("path/to/model", path).replace("cache=cache", f"{hf.cache_kwarg(tiny)}=cache")
         exec(compile(code, str(PAGE), "exec"), names)
