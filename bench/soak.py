@@ -12,8 +12,8 @@ If it has, a fork while another thread is within a product of matrices may stop 
 then the threads wait with their next cache for each fork.
 
 A watchdog fails the run if a thread or a process does nothing for a minute (--stall), and shows where all of them are.
-Memory (resident, Linux) is looked at twice a second. No process may take more than --growth MB (10^6 bytes) above what
-it took after the first quarter of the run, nor more and more over the second half, by --slope MB a minute. Numba must
+Memory (resident, Linux) is looked at twice a second. No process may take more than --growth MB (10^6 bytes) above the
+most that it took in the first quarter of the run, nor more and more over the second half, by --slope MB a minute. Numba must
 not have started threads of its own.
 
 The caches are those of the tests' models, small, so that as much as possible happens. Exits with 1 if anything was
@@ -250,16 +250,18 @@ class Memory:
             self.samples.setdefault(name, []).append((now, pages * os.sysconf("SC_PAGESIZE") / MB))
 
     def figures(self, warm: float, end: float) -> dict[str, dict[str, float]]:
-        """MB of each process: when it is warm, the most after that, the difference, and the slope of the second half, a
-        minute."""
+        """MB of each process: the most until it is warm, the most after that, the difference, and the slope of the second
+        half, a minute. (Threads that happen to code large caches together take more than they do a moment later: only
+        the most compares with the most.)"""
         out = {}
         for name, samples in self.samples.items():
-            after = [mb for at, mb in samples if at >= warm]
+            before, after = ([mb for at, mb in samples if (at >= warm) == late] for late in (False, True))
             half = np.array([s for s in samples if s[0] >= end / 2])
-            if len(after) < 2 or len(half) < 2:
+            if not before or len(after) < 2 or len(half) < 2:
                 continue
             slope = np.polyfit(half[:, 0], half[:, 1], 1)[0] * 60
-            figures = {"warm": after[0], "most": max(after), "growth": max(after) - after[0], "slope": float(slope)}
+            first, most = max(before), max(after)
+            figures = {"warm": first, "most": most, "growth": most - first, "slope": float(slope)}
             out[name] = {what: round(mb, 2) for what, mb in figures.items()}
         return out
 
@@ -381,7 +383,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--stall", type=float, default=60, help="seconds that a thread or a process may do nothing")
-    parser.add_argument("--growth", type=float, default=64, help="MB that a process may grow by once it is warm")
+    parser.add_argument("--growth", type=float, default=48, help="MB that a process may grow by once it is warm")
     parser.add_argument("--slope", type=float, default=4, help="MB a minute that it may grow by in the second half")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()

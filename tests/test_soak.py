@@ -85,7 +85,7 @@ def test_memory_that_grows_is_seen() -> None:
     memory.samples = {"flat": [(t, 100.0) for t in at], "leaks": [(t, 100 + t) for t in at], "ended": [(1.0, 5.0)]}
     assert memory.figures(15, 60) == {
         "flat": {"warm": 100.0, "most": 100.0, "growth": 0.0, "slope": pytest.approx(0, abs=1e-6)},
-        "leaks": {"warm": 115.0, "most": 159.5, "growth": 44.5, "slope": pytest.approx(60)},
+        "leaks": {"warm": 114.5, "most": 159.5, "growth": 45.0, "slope": pytest.approx(60)},
     }
 
 
