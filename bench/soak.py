@@ -13,8 +13,8 @@ then the threads wait with their next cache for each fork.
 
 A watchdog fails the run if a thread or a process does nothing for a minute (--stall), and shows where all of them are.
 Memory (resident, Linux) is looked at twice a second. No process may take more than --growth MB (10^6 bytes) above the
-most that it took in the first quarter of the run, nor more and more over the second half, by --slope MB a minute. Numba must
-not have started threads of its own.
+most that it took in the first quarter of the run, nor more and more over the second half, by --slope MB a minute.
+Numba must not have started threads of its own.
 
 The caches are those of the tests' models, small, so that as much as possible happens. Exits with 1 if anything was
 wrong.
@@ -250,9 +250,9 @@ class Memory:
             self.samples.setdefault(name, []).append((now, pages * os.sysconf("SC_PAGESIZE") / MB))
 
     def figures(self, warm: float, end: float) -> dict[str, dict[str, float]]:
-        """MB of each process: the most until it is warm, the most after that, the difference, and the slope of the second
-        half, a minute. (Threads that happen to code large caches together take more than they do a moment later: only
-        the most compares with the most.)"""
+        """MB of each process: the most until it is warm, the most after that, the difference, and the slope of the
+        second half, a minute. (Threads that happen to code large caches together take more than they do a moment later:
+        only the most compares with the most.)"""
         out = {}
         for name, samples in self.samples.items():
             before, after = ([mb for at, mb in samples if (at >= warm) == late] for late in (False, True))
