@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -230,10 +229,8 @@ def _observed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> Any:
     observer = getattr(module, "_seqkv_observer", None)
     if observer is not None:
         observer.record(module.layer_idx, query, key, attention_mask, kwargs.get("scaling"))
-    out = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    _tell(query, key, attention_mask, kwargs.get("scaling"))
-    return out
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)

@@ -262,7 +262,8 @@ class CompressedCache(Cache):
         if ids is None:
             raise CacheError("a CompressedCache needs the token ids: call the model with input_ids, not inputs_embeds")
         length = self._agreed()
-        if self._observer is not None and length:  # the last layer never told
+        untold, self._observer = self._observer is not None, None
+        if untold and length:  # the pass before is over, and its last layer never told
             self._settle()
         self._see_mask(kwargs.get("attention_mask"), length, *ids.shape)
         new = ids.detach().cpu()

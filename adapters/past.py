@@ -70,8 +70,7 @@ class Past:
             that is not known.
         """
         start = self.stop
-        told = [None] * len(ids) if received is None else received
-        streams = tuple(self._encode(b, start, keys, values, ids, told[b]) for b in range(len(ids)))
+        streams = tuple(self._encode(b, start, keys, values, ids, received) for b in range(len(ids)))
         self.pieces.append(Piece(start, start + ids.shape[1], streams))
 
     def _encode(
@@ -81,7 +80,7 @@ class Past:
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
         ids: torch.Tensor,
-        received: NDArray[np.float32] | None,
+        received: Sequence[NDArray[np.float32]] | None,
     ) -> bytes | None:
         columns = self.columns(b, start, start + ids.shape[1])
         if columns.size == 0:
@@ -95,7 +94,7 @@ class Past:
         probs = TokenProbs.from_tokens(ids[b, some])
         if exact:
             return engine.encode(kv, probs, tier="lossless", profile=self.profile)
-        importance = None if received is None else received[:, columns]
+        importance = None if received is None else received[b][:, columns]
         return engine.encode(kv, probs, profile=self.profile, kl=self.kl, importance=importance)
 
     def columns(self, b: int, start: int, stop: int) -> NDArray[np.int64]:

@@ -80,14 +80,15 @@ class Fuzzer:
     def make(self, number: int) -> tuple[str, int, bool, bytes]:
         """Target, seed, whether checksums are mended, and the bytes."""
         rng = Random(f"{self.seed}/{number}")
-        name = rng.choice(self.names)
-        target = self.targets[name]
-        seed, other = rng.randrange(len(target.seeds)), rng.choice(target.seeds)
-        mended = target.mend is not None and rng.randrange(8) > 0
-        make: Any = target.mend if mended else self.raw
-        data = make(rng, target.seeds[seed], other)
-        # a header may be doubled again and again; what is as long as that may take as much
-        return (name, seed, mended, data) if len(data) <= LONGEST else self.make(-number - 1)
+        while True:  # a header may be doubled again and again; what is as long as that may take as much
+            name = rng.choice(self.names)
+            target = self.targets[name]
+            seed, other = rng.randrange(len(target.seeds)), rng.choice(target.seeds)
+            mended = target.mend is not None and rng.randrange(8) > 0
+            make: Any = target.mend if mended else self.raw
+            data = make(rng, target.seeds[seed], other)
+            if len(data) <= LONGEST:
+                return name, seed, mended, data
 
     def read(self, name: str, seed: int, mended: bool, data: bytes, limited: bool = True) -> tuple[str, str]:
         """Outcome, and of a finding where."""

@@ -241,8 +241,9 @@ def _header(text: memoryview) -> dict[str, Any]:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        header = json.loads(bytes(text).decode(), parse_constant=refuse)
-        if b"\\ud" in bytes(text).lower():  # half a character: it could not be written again
+        written = bytes(text).decode()
+        header = json.loads(written, parse_constant=refuse)
+        if "\\ud" in written.lower():  # may be half a character, which could not be written again
             json.dumps(header, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise StreamError(f"the header cannot be read: {error}") from error

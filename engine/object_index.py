@@ -183,9 +183,10 @@ class ObjectIndex:
                     entry = Entry.from_bytes(data)
                     known.entries[_place(name)[0], entry.name] = entry
             for name, data in self._objects.read(list(self._objects.under("streams"))).items():
+                place = _place(name)
                 with contextlib.suppress(StoreDamaged):
-                    known.streams[_place(name)] = Stream.from_bytes(data, _place(name)[1])
-                    known.sizes[_place(name)] = len(data)
+                    known.streams[place] = Stream.from_bytes(data, place[1])
+                    known.sizes[place] = len(data)
             self._known = known
             return known
 

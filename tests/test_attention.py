@@ -25,24 +25,34 @@ def llama() -> Any:
     return make("full attention")
 
 
-def stream_of(model: Any, ids: Any, columns: slice, tokens: int, **observed: Any) -> bytes:
-    """The first tokens of the columns as a stream, importance from `observe_attention` if asked for."""
-    name, cache = hf.cache_kwarg(model), DynamicCache()
+def coded(kv: Any, ids: Any, columns: slice, received: Any = None) -> bytes:
+    """Some columns of a cache as a CompressedCache codes them; received: attention, [layers, all columns]."""
+    keys, values = ([x[:, columns] for x in side] for side in (kv.keys, kv.values))
+    part, probs = engine.KVCache(keys, values, rope=kv.rope), engine.TokenProbs.from_tokens(ids[columns])
+    return engine.encode(part, probs, kl=0.01, importance=None if received is None else received[:, columns])
+
+
+def observed(model: Any, ids: Any, columns: slice, **given: Any) -> bytes:
+    """Some columns of the last sequence, with what `observe_attention` says of a pass over all."""
+    name, cache, last = hf.cache_kwarg(model), DynamicCache(), len(ids) - 1
     with torch.no_grad(), hf.observe_attention(model) as seen:
-        model(ids, use_cache=True, **{name: cache}, **observed)
-    kv, probs = hf.to_kv(cache, model, len(ids) - 1), engine.TokenProbs.from_tokens(ids[-1, columns][:tokens])
-    keys, values = ([x[:, columns][:, :tokens] for x in side] for side in (kv.keys, kv.values))
-    part = engine.KVCache(keys, values, rope=kv.rope)
-    return engine.encode(part, probs, kl=0.01, importance=seen.importance(len(ids) - 1)[:, columns][:, :tokens])
+        model(ids, use_cache=True, **{name: cache}, **given)
+    return coded(hf.to_kv(cache, model, last), ids[last], columns, seen.importance(last))
 
 
-def test_a_long_pass_is_coded_with_what_its_tokens_received(llama: Any) -> None:
+@pytest.fixture(scope="module")
+def expected(llama: Any) -> tuple[bytes]:
+    """The streams of a cache after a pass over IDS."""
+    return (observed(llama, IDS, slice(128)),)
+
+
+def test_a_long_pass_is_coded_with_what_its_tokens_received(llama: Any, expected: tuple[bytes]) -> None:
     name, cache = hf.cache_kwarg(llama), cache_of(llama, tier="near")
     plain = llama(IDS, use_cache=True, **{name: DynamicCache()}).logits
     out = llama(IDS, use_cache=True, **{name: cache}).logits
     assert torch.equal(out, plain)
     [piece] = cache.past.pieces
-    assert piece.stop == 128 and piece.streams == (stream_of(llama, IDS, slice(None), 128),)
+    assert piece.stop == 128 and piece.streams == expected
     assert llama.config._attn_implementation == "sdpa"
 
 
@@ -51,8 +61,7 @@ def test_what_is_hidden_received_nothing(llama: Any) -> None:
     mask[1, :20] = 0
     ids = IDS.repeat(2, 1)
     llama(ids, attention_mask=mask, use_cache=True, **{hf.cache_kwarg(llama): cache})
-    expected = stream_of(llama, ids, slice(20, None), 108, attention_mask=mask)
-    assert cache.past.pieces[0].streams[1] == expected
+    assert cache.past.pieces[0].streams[1] == observed(llama, ids, slice(20, 128), attention_mask=mask)
 
 
 def test_a_later_long_pass_counts_for_what_came_before(llama: Any) -> None:
@@ -64,9 +73,7 @@ def test_a_later_long_pass_counts_for_what_came_before(llama: Any) -> None:
     llama(IDS[:, :40], use_cache=True, **{name: plain})
     with hf.observe_attention(llama) as attended:
         llama(IDS[:, 40:110], use_cache=True, **{name: plain})
-    kv, probs = hf.to_kv(plain, llama), engine.TokenProbs.from_tokens(IDS[0, :64])
-    part = engine.KVCache([x[:, :64] for x in kv.keys], [x[:, :64] for x in kv.values], rope=kv.rope)
-    assert piece.streams == (engine.encode(part, probs, kl=0.01, importance=attended.importance()[:, :64]),)
+    assert piece.streams == (coded(hf.to_kv(plain, llama), IDS[0], slice(64), attended.importance()),)
 
 
 @pytest.mark.parametrize("tier, implementation", [("lossless", "sdpa"), ("near", "eager")])
@@ -79,9 +86,7 @@ def test_other_passes_are_not_observed(tier: Any, implementation: str) -> None:
     )
     assert model.config._attn_implementation == implementation and cache.past.stop == 128
     if tier == "near":
-        kv, probs = hf.to_kv(plain, model), engine.TokenProbs.from_tokens(IDS[0, :128])
-        part = engine.KVCache([x[:, :128] for x in kv.keys], [x[:, :128] for x in kv.values], rope=kv.rope)
-        assert cache.past.pieces[0].streams == (engine.encode(part, probs, kl=0.01),)
+        assert cache.past.pieces[0].streams == (coded(hf.to_kv(plain, model), IDS[0], slice(128)),)
 
 
 def within(model: Any, call: Any) -> Any:
@@ -114,25 +119,25 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=list(OTHERS))
-def test_other_calls_meanwhile_change_nothing(other: Any, llama: Any) -> None:
+def test_other_calls_meanwhile_change_nothing(other: Any, llama: Any, expected: tuple[bytes]) -> None:
     name, cache = hf.cache_kwarg(llama), cache_of(llama, tier="near")
     hook = within(llama, lambda: other(llama, name))
     with torch.no_grad():
         llama(IDS, **{name: cache})
     hook.remove()
-    assert cache.past.pieces[0].streams == (stream_of(llama, IDS, slice(None), 128),)
+    assert cache.past.pieces[0].streams == expected
 
 
-def test_within_observe_attention(llama: Any) -> None:
+def test_within_observe_attention(llama: Any, expected: tuple[bytes]) -> None:
     name, cache = hf.cache_kwarg(llama), cache_of(llama, tier="near")
     with hf.observe_attention(llama) as seen:
         llama(IDS, **{name: cache})
-    assert cache.past.pieces[0].streams == (stream_of(llama, IDS, slice(None), 128),)
+    assert cache.past.pieces[0].streams == expected
     assert seen.importance().shape == (3, 170)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_after_a_pass_that_failed_on_its_way(error: type[BaseException], llama: Any) -> None:
+def test_after_a_pass_that_failed_on_its_way(error: type[BaseException], llama: Any, expected: tuple[bytes]) -> None:
     def fail() -> None:
         raise error
 
@@ -147,14 +152,14 @@ def test_after_a_pass_that_failed_on_its_way(error: type[BaseException], llama: 
         llama(IDS, **{name: cache})
     cache.reset()
     llama(IDS, **{name: cache})
-    assert cache.past.pieces[0].streams == (stream_of(llama, IDS, slice(None), 128),)
+    assert cache.past.pieces[0].streams == expected
     gone = weakref.ref(cache)
     del cache
     gc.collect()
     assert gone() is None
 
 
-def test_after_keys_that_cannot_be_coded(llama: Any) -> None:
+def test_after_keys_that_cannot_be_coded(llama: Any, expected: tuple[bytes]) -> None:
     name, cache = hf.cache_kwarg(llama), cache_of(llama, tier="near")
     weight = llama.model.layers[0].self_attn.v_proj.weight
     before = weight.data.clone()
@@ -165,7 +170,7 @@ def test_after_keys_that_cannot_be_coded(llama: Any) -> None:
     llama(IDS, use_cache=False)
     cache.reset()
     llama(IDS, **{name: cache})
-    assert cache.past.pieces[0].streams == (stream_of(llama, IDS, slice(None), 128),)
+    assert cache.past.pieces[0].streams == expected
 
 
 def test_cross_attention_is_not_taken_for_it() -> None:
