@@ -47,7 +47,7 @@ def observe_attention(model: PreTrainedModel, last: int = 256) -> Iterator[Atten
     attentions = [m for m in decoder.modules() if hasattr(m, "layer_idx") and not getattr(m, "is_cross_attention", 0)]
     if any(hasattr(m, "_seqkv_observer") for m in attentions):
         raise RuntimeError("the model is being observed already")
-    AttentionInterface.register(_OBSERVED, _observed_attention)
+    AttentionInterface.register(_OBSERVED, _telling())
     AttentionMaskInterface.register(_OBSERVED, sdpa_mask)
     before, observer = decoder.config._attn_implementation, AttentionObserver(last)
     decoder.set_attn_implementation(_OBSERVED)
@@ -137,19 +137,24 @@ def listen(listener: Listener, layer: int, key: torch.Tensor) -> None:
 
     Models and their configurations stay as they are: what transformers calls "sdpa" is wrapped once, for the process.
     """
-    with _WRAPPING:
-        plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        if not hasattr(plain, "_seqkv"):
-            AttentionInterface.register("sdpa", _wrapped(plain))
+    _telling()
     _HERE.awaited = weakref.ref(key), weakref.ref(listener), layer
 
 
 _HERE, _WRAPPING = threading.local(), threading.Lock()
 
 
-def _wrapped(plain: Any) -> Any:
-    """An attention function that tells who listens."""
+def _telling() -> Any:
+    """What transformers calls "sdpa", wrapped so that it tells who observes a model or listens for a key."""
+    with _WRAPPING:
+        known = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        if not hasattr(known, "_seqkv"):
+            known = _wrapped(known)
+            AttentionInterface.register("sdpa", known)
+        return known
 
+
+def _wrapped(plain: Any) -> Any:
     @functools.wraps(plain)
     def attend(
         module: torch.nn.Module,
@@ -161,8 +166,12 @@ def _wrapped(plain: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         out = plain(module, query, key, value, attention_mask, *args, **kwargs)
+        call = query, key, attention_mask, kwargs.get("scaling")
+        observer = getattr(module, "_seqkv_observer", None)
+        if observer is not None:
+            observer.record(module.layer_idx, *call)
         if not torch.compiler.is_compiling():
-            _tell(query, key, attention_mask, kwargs.get("scaling"))
+            _tell(*call)
         return out
 
     attend._seqkv = True  # type: ignore[attr-defined]
@@ -220,17 +229,3 @@ def _receive(query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor, scaling
         attention = scores.add_(bias).softmax(-1).nan_to_num_(0.0)  # a padding query sees nothing: 0 / 0
         seen = torch.isfinite(bias).any(1).sum(1, dtype=torch.float32).expand(batch, tokens)
         return _Received(queries, attention.mean(1).sum(1), seen)
-
-
-def _observed_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> Any:
-    observer = getattr(module, "_seqkv_observer", None)
-    if observer is not None:
-        observer.record(module.layer_idx, query, key, attention_mask, kwargs.get("scaling"))
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
