@@ -10,7 +10,9 @@ import torch
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
-from seqkv.adapters.past import Past
+from seqkv.adapters.compact_past import CompactPast
+from seqkv.adapters.compact_tensors import CompactTensor
+from seqkv.adapters.past import StreamedPast
 from seqkv.engine import CacheError
 
 
@@ -24,7 +26,7 @@ class _Compressed:
     keys: Any
     values: Any
 
-    def join(self, past: Past, index: int, keep: bool) -> None:
+    def join(self, past: StreamedPast | CompactPast, index: int, keep: bool) -> None:
         """Begin to hold tokens. index: which of the layers that are coded."""
         self.past, self.index, self.keep = past, index, keep
         self.before: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -32,31 +34,54 @@ class _Compressed:
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Keys and values of all tokens, [batch, kv_heads, tokens, width], the past decoded."""
-        if self.past.stop == 0:
+        past = self.past
+        if past.stop == 0:
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         self.keys = torch.cat([self.keys, key_states], dim=2)
         self.values = torch.cat([self.values, value_states], dim=2)
-        before = self._decoded()
+        out = self._read(past) if isinstance(past, StreamedPast) else self._read_compact(past, key_states.shape[2])
+        if self.index == past.layers - 1:
+            past.pass_ended()
+        return out
+
+    def _read_compact(self, past: CompactPast, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All tokens. For a single query they are not made, unless something else than attention asks for them."""
+        if self.index == 0:
+            past.pass_ended()
+        readers, stop = past.readers(), past.stop
+        keys = CompactTensor(readers, self.index, "keys", stop, self.keys)
+        values = CompactTensor(readers, self.index, "values", stop, self.values)
+        graph = torch.is_grad_enabled() and (self.keys.requires_grad or self.values.requires_grad)
+        if queries == 1 and not graph:
+            self.most_decoded = max(self.most_decoded, past.reading_nbytes)
+            return keys, values
+        both = keys.made(), values.made()
+        self.most_decoded = max(self.most_decoded, past.reading_nbytes + sum(x.nbytes for x in both))
+        return both
+
+    def _read(self, past: StreamedPast) -> tuple[torch.Tensor, torch.Tensor]:
+        """All tokens, decoded."""
+        before = self._decoded(past)
         if self.keep:
             self.before = before
         keys, values = (
             torch.cat([old.to(new.device), new], dim=2)
             for old, new in zip(before, (self.keys, self.values), strict=True)
         )
-        beside = self.past.reading_nbytes + keys.nbytes + values.nbytes
+        beside = past.reading_nbytes + keys.nbytes + values.nbytes
         self.most_decoded = max(self.most_decoded, beside + (0 if self.keep else sum(x.nbytes for x in before)))
         return keys, values
 
-    def _decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decoded(self, past: StreamedPast) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the past, on the CPU; hidden columns are 0."""
-        kept, stop = 0 if self.before is None else self.before[0].shape[2], self.past.stop
+        kept, stop = 0 if self.before is None else self.before[0].shape[2], past.stop
         if self.before is not None and kept == stop:
             return self.before
         keys, values = (
             torch.zeros((x.shape[0], x.shape[1], stop - kept, x.shape[3]), dtype=x.dtype)
             for x in (self.keys, self.values)
         )
-        self.past.read(self.index, kept, keys, values)
+        past.read(self.index, kept, keys, values)
         if self.before is None:
             return keys, values
         return torch.cat([self.before[0], keys], dim=2), torch.cat([self.before[1], values], dim=2)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -17,15 +17,17 @@ from transformers.cache_utils import Cache
 
 from seqkv.adapters import cache_layers, rope, session_file
 from seqkv.adapters.attention import AttentionObserver, listen
+from seqkv.adapters.compact_past import CompactPast
 from seqkv.adapters.parts import decoder_of, text_config
-from seqkv.adapters.past import Past, Tier
+from seqkv.adapters.past import StreamedPast, Tier, layered
 from seqkv.engine import CacheError, Profile, ProfileError
 from seqkv.engine.profile import check_kind
 from seqkv.engine.rate_control import check
 
-CHUNK, CHUNK_WITHOUT_PROFILE = 32, 256
-"""Tokens that are coded at a time: few, as what waits for them is held as it is, but a stream without a profile brings
-statistics of its own, which must be worth it."""
+Keep = Literal["compact", "streams", "decoded"]
+CHUNK_COMPACT, CHUNK, CHUNK_WITHOUT_PROFILE = 8, 32, 256
+"""Tokens that are coded at a time: few, as what waits for them is held as it is, but a stream has a header, and one
+without a profile brings statistics of its own, which must be worth it."""
 
 OBSERVED, QUERIES = 64, 256
 """How many tokens a pass must have for its attention to be observed, and of how many of its last queries it is."""
@@ -42,9 +44,10 @@ class CompressedCache(Cache):
     kl: requested loss, as in `engine.encode`. tier: "near", or "lossless", which is as exact as it is slow here.
     window: tokens that at least are held as they are, the last ones. Whole chunks of those before are coded together in
         all layers, once, when the last layer has been updated.
-    keep_decoded: hold what was decoded from one forward pass to the next. Without it a pass decodes layer by layer,
-        whose keys and values are gone with the pass. With it a pass is as fast as with a DynamicCache, and `nbytes` is
-        more than a DynamicCache's, until `rest` drops what was decoded.
+    keep: what is held of older tokens from one forward pass to the next. "compact": a form that attention reads nearly
+        as it is (with a profile and tier="near"; "streams" otherwise). "streams": streams, smaller, which every pass
+        decodes, layer by layer. "decoded": streams and what was decoded of them. A pass is as fast as with a
+        DynamicCache then, and `nbytes` is more than a DynamicCache's, until `rest` drops what was decoded.
 
     Layers of full attention are coded (MLA among them, whose keys and values differ in width). All others are held as
     they are, and counted: sliding windows, which do not grow, and linear attention. Of hybrid layers the attention is
@@ -63,12 +66,14 @@ class CompressedCache(Cache):
         kl: float = 0.01,
         tier: Tier = "near",
         window: int = 128,
-        keep_decoded: bool = False,
+        keep: Keep = "compact",
     ) -> None:
         check(kl, None)
         check_kind(profile)
         if tier not in ("near", "lossless"):
             raise ValueError(f'tier must be "near" or "lossless", not {tier!r}')
+        if keep not in get_args(Keep):
+            raise ValueError(f"keep must be one of {', '.join(get_args(Keep))}, not {keep!r}")
         if isinstance(window, bool) or not isinstance(window, int | Integral) or window < 1:
             raise ValueError(f"window must be an integer of at least 1, not {window!r}")
         if getattr(model.config, "is_encoder_decoder", False):
@@ -82,11 +87,12 @@ class CompressedCache(Cache):
                 f"no layer of this model can be compressed, they are {', '.join(kinds)}: use a DynamicCache"
             )
         super().__init__(layers=layers)
-        self.past, self.window, self.keep_decoded = Past(profile, kl, tier, len(coded)), int(window), keep_decoded
-        self.chunk = CHUNK_WITHOUT_PROFILE if profile is None else CHUNK
-        self.coded = coded
+        compact = keep == "compact" and layered(profile, tier)
+        self.past = (CompactPast if compact else StreamedPast)(profile, kl, tier, len(coded))
+        self.window, self.keep, self.coded = int(window), keep, coded
+        self.chunk = CHUNK_COMPACT if compact else CHUNK_WITHOUT_PROFILE if profile is None else CHUNK
         for index, layer in enumerate(coded.values()):
-            layer.join(self.past, index, keep_decoded)
+            layer.join(self.past, index, keep == "decoded")
         self._ids: torch.Tensor | None = None  # [batch, columns that are held as they are]
         self._observer: AttentionObserver | None = None  # of the forward pass that goes on
         self._model = weakref.ref(model)
@@ -113,7 +119,7 @@ class CompressedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: streams, recent tokens, layers of other kinds, and what is kept decoded."""
+        """Bytes held: the compact form or streams, recent tokens, layers of other kinds, and what is kept decoded."""
         tensors = [tensor for layer in self.layers for tensor in cache_layers.tensors_of(layer)]
         tensors += [x for x in (self._ids, self.past.hidden) if x is not None]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}  # views keep more
@@ -182,14 +188,14 @@ class CompressedCache(Cache):
 
     @classmethod
     def load_session(
-        cls, path: str | Path, model: PreTrainedModel, *, profile: Profile | None = None, keep_decoded: bool = False
+        cls, path: str | Path, model: PreTrainedModel, *, profile: Profile | None = None, keep: Keep = "compact"
     ) -> CompressedCache:
         """The cache that `save_session` wrote, on the model's device; generation goes on from it.
 
         StreamError if the file is damaged or something else, CacheError if it is of another model, ProfileError if it
         needs another profile.
         """
-        return session_file.load(cls, path, model, profile, keep_decoded)
+        return session_file.load(cls, path, model, profile, keep)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         """A cache that goes on by itself; streams and model are shared."""
@@ -200,13 +206,13 @@ class CompressedCache(Cache):
             kl=past.kl,
             tier=past.tier,
             window=self.window,
-            keep_decoded=self.keep_decoded,
+            keep=self.keep,
         )
         for mine, layer in zip(self.layers, other.layers, strict=True):
             own = {"past", "index", "keep"}
             vars(layer).update({k: copy.deepcopy(v, memo) for k, v in vars(mine).items() if k not in own})
-        other.past.pieces, other.past.rope, other.chunk = list(past.pieces), past.rope, self.chunk
-        other._ids, other.past.hidden = copy.deepcopy(self._ids, memo), copy.deepcopy(past.hidden, memo)
+        other.past.copy_from(past)
+        other.chunk, other._ids = self.chunk, copy.deepcopy(self._ids, memo)
         return other
 
     def _rows(self, given: Any) -> torch.Tensor:
@@ -317,7 +323,7 @@ class CompressedCache(Cache):
         """Code the whole chunks that are older than the window."""
         received, layers = self._received(), list(self.coded.values())
         if not self.past.rope:
-            self._begin(layers)
+            self.begin()
         if len({layer.recent for layer in layers}) != 1:
             raise CacheError(
                 "layers of full attention hold different numbers of tokens: this model's cache is not known"
@@ -335,10 +341,10 @@ class CompressedCache(Cache):
             for layer in layers:
                 layer.drop(due)
 
-    def _begin(self, layers: Sequence[Any]) -> None:
-        """What is known when the first tokens are there."""
+    def begin(self) -> None:
+        """Get to know the layers, when the first tokens are there. ProfileError if the profile is of others."""
         model, profile, shape = self.model, self.past.profile, []
-        for layer in layers:
+        for layer in self.coded.values():
             shape.append((layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
         if profile is not None and profile.shape != tuple(shape):
             raise ProfileError(

@@ -25,8 +25,9 @@ def save(cache: Any, path: str | Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     form: dict[str, Any] = {"format": FORMAT, "kl": cache.past.kl, "tier": cache.past.tier, "window": cache.window}
     form |= {"chunk": cache.chunk, "model": _model_form(cache)}
-    form["pieces"] = [[piece.start, piece.stop] for piece in cache.past.pieces]
-    for number, piece in enumerate(cache.past.pieces):
+    pieces = cache.past.pieces
+    form["pieces"] = [[piece.start, piece.stop] for piece in pieces]
+    for number, piece in enumerate(pieces):
         for row, stream in enumerate(piece.streams):
             if stream is not None:
                 tensors[f"stream.{number}.{row}"] = torch.frombuffer(bytearray(stream), dtype=torch.uint8)
@@ -45,7 +46,7 @@ def save(cache: Any, path: str | Path) -> None:
     part.replace(path)
 
 
-def load(cls: type, path: str | Path, model: Any, profile: Any, keep_decoded: bool) -> Any:
+def load(cls: type, path: str | Path, model: Any, profile: Any, keep: str) -> Any:
     """What `save` wrote, as `cls`, for `model`."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -62,7 +63,7 @@ def load(cls: type, path: str | Path, model: Any, profile: Any, keep_decoded: bo
     if not right:
         raise StreamError(f"{path}: its content does not match its digest; the file is damaged")
     try:
-        return _built(cls, path, form, tensors, model, profile, keep_decoded)
+        return _built(cls, path, form, tensors, model, profile, keep)
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise StreamError(f"{path}: its parts do not fit together: {error!r}") from error
 
@@ -70,10 +71,10 @@ def load(cls: type, path: str | Path, model: Any, profile: Any, keep_decoded: bo
 def _built(
     cls: type, path: str | Path, form: dict[str, Any], tensors: dict[str, torch.Tensor], model: Any, *given: Any
 ) -> Any:
-    """The cache of a file whose content is what was written. given: profile, keep_decoded."""
-    profile, keep_decoded = given
+    """The cache of a file whose content is what was written. given: profile, keep."""
+    profile, keep = given
     sizes = {name: form[name] for name in ("kl", "tier", "window")}
-    cache = cls(model, profile=profile, keep_decoded=keep_decoded, **sizes)
+    cache = cls(model, profile=profile, keep=keep, **sizes)
     kinds = [kind for kind, _ in form["layers"]]
     if [type(layer).__name__ for layer in cache.layers] != kinds or form["model"] != _model_form(cache):
         raise CacheError(f"{path} is of another model, {form['model']}, or of another release of this or transformers")
@@ -87,10 +88,13 @@ def _built(
         made, now = engine.inspect(first)["profile"], None if profile is None else profile.fingerprint
         if made != now:
             raise ProfileError(f"{path} was made with profile {made}, not with {now}")
-    cache.past.pieces, cache.past.hidden, cache.chunk = pieces, tensors.pop("hidden", None), form["chunk"]
+    cache.past.hidden, cache.chunk = tensors.pop("hidden", None), form["chunk"]
     cache._ids = tensors.pop("ids", None)
     for layer, (_, state) in zip(cache.layers, form["layers"], strict=True):
         vars(layer).update({name: _restored(value, tensors, model.device) for name, value in state.items()})
+    if pieces:
+        cache.begin()
+        cache.past.take(pieces)
     cache._agreed()
     return cache
 

@@ -62,7 +62,7 @@ def main() -> None:
         "profile": profile is not None,
     }
     with torch.inference_mode():
-        cache = hf.CompressedCache(model, profile=profile, kl=options.kl, window=options.window, keep_decoded=True)
+        cache = hf.CompressedCache(model, profile=profile, kl=options.kl, window=options.window, keep="decoded")
         run = Run(model, cache, ids[:, : options.prompt], options.new, options.every, ids if options.follow else None)
         result |= run.held() | run.compared() | run.slowdown()
     print(json.dumps(result, indent=1))

@@ -131,7 +131,11 @@ class Rope:
             raise CacheError(f"not the description of a rotary embedding: {error!r}") from error
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rope) and self.to_dict() == other.to_dict()
+        if not isinstance(other, Rope):
+            return NotImplemented
+        mine, its = self.inv_freq, other.inv_freq
+        same = (self.scaling, self.layout, mine.dtype) == (other.scaling, other.layout, its.dtype)
+        return same and mine.tobytes() == its.tobytes()
 
     def __hash__(self) -> int:
         return hash((self.inv_freq.tobytes(), self.scaling, self.layout))

@@ -96,11 +96,11 @@ class Turns:
         if rope is None:
             out[...] = source
             return
-        cos, sin = self._angles(rope)
+        cos, sin = self.angles(rope)
         _turn(*_pairs(source, rope), cos * cos_factor, sin * sin_factor, *_pairs(out, rope))
         out[..., rope.rotary_dim :] = source[..., rope.rotary_dim :]
 
-    def _angles(self, rope: Rope) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def angles(self, rope: Rope) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         if rope not in self._tables:
             self._tables[rope] = rope.tables(self.positions)
         return self._tables[rope]

@@ -55,6 +55,11 @@ def scale_units(scale: NDArray[np.floating]) -> NDArray[np.int16]:
     return np.clip(np.rint(octaves * UNITS_PER_OCTAVE) + UNITS // 2, -(2**15), 2**15 - 1).astype(np.int16)
 
 
+def scale_values(units: NDArray[np.integer]) -> NDArray[np.float64]:
+    """The inverse of `scale_units`."""
+    return np.exp2((units.astype(np.float64) - UNITS // 2) / UNITS_PER_OCTAVE + LOWEST_OCTAVE)
+
+
 @njit(cache=True, nogil=True)
 def quantise(residual: NDArray[np.float32], fineness: NDArray[np.float32], symbols: NDArray[np.int32]) -> float:
     """Quantise a block: symbols [tokens, coefs] int32 are written.

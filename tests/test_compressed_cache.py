@@ -155,7 +155,7 @@ def test_nothing_but_streams_and_recent_tokens_is_held(llama: Any) -> None:
 
 
 def test_what_is_kept_decoded_is_counted_and_can_be_dropped(llama: Any) -> None:
-    plain, kept = cache_of(llama), cache_of(llama, keep_decoded=True)
+    plain, kept = cache_of(llama), cache_of(llama, keep="decoded")
     _, logits = generate(llama, IDS, 10, plain)
     _, same = generate(llama, IDS, 10, kept)
     assert torch.equal(same, logits)
@@ -240,7 +240,7 @@ def test_reset_begins_anew(llama: Any) -> None:
 
 
 def test_sequences_are_selected_and_repeated(llama: Any) -> None:
-    name, cache = hf.cache_kwarg(llama), cache_of(llama, keep_decoded=True)
+    name, cache = hf.cache_kwarg(llama), cache_of(llama, keep="decoded")
     ids = torch.cat([IDS, IDS.flip(1)])
     llama(ids, **{name: cache})
     llama(ids[:, :1], **{name: cache})
@@ -407,15 +407,15 @@ def layers_profile(model: Any) -> Any:
     return engine.calibrate(like, texts, predictor="layers")
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["decoded again", "kept"])
+@pytest.mark.parametrize("keep", ["streams", "decoded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_profile_decodes_layer_by_layer(layers_profile: Any, dtype: Any, keep: bool) -> None:
+def test_a_profile_decodes_layer_by_layer(layers_profile: Any, dtype: Any, keep: Any) -> None:
     model = make("full attention", dtype)
     name = hf.cache_kwarg(model)
     ids = torch.cat([IDS, IDS.flip(1)])
     mask = torch.ones_like(ids)
     mask[1, :70] = 0
-    plain, cache = DynamicCache(), cache_of(model, tier="near", profile=layers_profile, kl=1e-7, keep_decoded=keep)
+    plain, cache = DynamicCache(), cache_of(model, tier="near", profile=layers_profile, kl=1e-7, keep=keep)
     for one in (plain, cache):
         model(ids, attention_mask=mask, **{name: one})
     assert cache.past.stop == 128
@@ -424,13 +424,13 @@ def test_a_profile_decodes_layer_by_layer(layers_profile: Any, dtype: Any, keep:
     longer = torch.cat([mask, mask[:, -3:]], 1)
     expected, logits = (model(ids[:, :3], attention_mask=longer, **{name: one}).logits for one in (plain, cache))
     assert 0 < (logits - expected).abs().max() < (0.02 if dtype == torch.float32 else 0.1) * expected.float().std()
-    if keep:
+    if keep == "decoded":
         keys = cache.layers[2].before[0][1, :, 70:128].float()
         torch.testing.assert_close(keys, torch.from_numpy(decoded.keys[2]), atol=1e-2, rtol=1e-2)
 
 
 def test_layers_are_read_in_order(layers_profile: Any, llama: Any) -> None:
-    cache = cache_of(llama, tier="near", profile=layers_profile)
+    cache = cache_of(llama, tier="near", profile=layers_profile, keep="streams")
     llama(IDS, **{hf.cache_kwarg(llama): cache})
     states = torch.zeros(1, 2, 1, 8)
     with pytest.raises(CacheError, match="out of order"):

@@ -28,7 +28,7 @@ ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 @pytest.mark.parametrize("method", ["batch_select_indices", "reorder_cache"])
 def test_a_mask_and_a_list_select_as_indices_do(rows: Any, method: str) -> None:
     model = make("full attention")
-    name, cache, plain = hf.cache_kwarg(model), cache_of(model, keep_decoded=True), DynamicCache()
+    name, cache, plain = hf.cache_kwarg(model), cache_of(model, keep="decoded"), DynamicCache()
     for one, ids in ((cache, THREE), (plain, THREE[[0, 2]])):
         model(ids, **{name: one})
         model(ids[:, :1], **{name: one})

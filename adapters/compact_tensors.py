@@ -1,0 +1,118 @@
+"""Keys and values of a layer, of which those in the compact form are not made if attention can do without them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map_only
+
+from seqkv.engine import CacheError
+from seqkv.engine.compact import Reader, Side
+
+
+class CompactTensor(torch.Tensor):
+    """Keys or values of all tokens, [batch, kv_heads, tokens, width]: a tensor as any other, made when something is
+    done with it. But PyTorch's scaled dot product of one query token takes keys and values as they are held.
+
+    readers: of each sequence, None where it has no tokens; layer; stop: how many columns are theirs. recent: those
+    after them, [batch, kv_heads, tokens - stop, width].
+    """
+
+    readers: Sequence[Reader | None]
+    layer: int
+    side: Side
+    stop: int
+    recent: torch.Tensor
+    _made: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, readers: Sequence[Reader | None], layer: int, side: Side, stop: int, recent: torch.Tensor
+    ) -> CompactTensor:
+        batch, heads, tokens, width = recent.shape
+        shape = (batch, heads, stop + tokens, width)
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=recent.dtype, device=recent.device)
+        self.readers, self.layer, self.side, self.stop, self.recent = readers, layer, side, stop, recent
+        self._made = None
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scaled_dot_product_attention:
+            out = _attended(*args, **(kwargs or {}))
+            if out is not None:
+                return out
+        with torch._C.DisableTorchFunctionSubclass():  # what comes of them is a plain tensor
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func._schema.is_mutable:
+            raise CacheError("keys and values of a CompressedCache cannot be changed in place: clone them")
+        args, kwargs = tree_map_only(cls, cls.made, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def made(self) -> torch.Tensor:
+        """A tensor of them; what is hidden is 0."""
+        if self._made is None:
+            recent = self.recent.cpu()
+            batch, heads, tokens, width = recent.shape
+            made = torch.zeros((batch, heads, self.stop + tokens, width))
+            for reader, row in zip(self.readers, made, strict=True):
+                if reader is not None:
+                    reader.write(self.layer, self.side, row.numpy())
+            if recent.dtype != made.dtype:
+                most = torch.finfo(recent.dtype).max
+                made = made.clamp_(-most, most).to(recent.dtype)
+            made[:, :, self.stop :] = recent
+            self._made = made.to(self.recent.device)
+        return self._made
+
+
+def _attended(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    """scaled_dot_product_attention with keys and values as they are held; None if they must be made for that."""
+    if not (isinstance(key, CompactTensor) and isinstance(value, CompactTensor)) or isinstance(query, CompactTensor):
+        return None
+    if dropout_p or is_causal or query.dim() != 4 or len(query) != len(key):
+        return None
+    if torch.is_grad_enabled() and query.requires_grad:
+        return None
+    (batch, heads, queries, width), (_, kv_heads, tokens, _), stop = query.shape, key.shape, key.stop
+    rows = heads // kv_heads * queries
+    if (heads != kv_heads and not enable_gqa) or rows > _MOST_ROWS or width != key.shape[3]:
+        return None
+    grouped = query.reshape(batch, kv_heads, rows, width).float().cpu().contiguous()
+    scores = torch.zeros((batch, kv_heads, rows, tokens))
+    scores[..., stop:] = grouped @ key.recent.float().cpu().transpose(2, 3)
+    for reader, one, its in zip(key.readers, grouped, scores, strict=True):
+        if reader is not None:
+            reader.scores(key.layer, one.numpy(), its.numpy())
+    scores *= width**-0.5 if scale is None else scale
+    if attn_mask is not None:
+        by_head = scores.view(batch, heads, queries, tokens)
+        mask = attn_mask.cpu()
+        if mask.dtype == torch.bool:
+            by_head.masked_fill_(~mask, float("-inf"))
+        else:
+            by_head += mask
+    weights = scores.softmax(-1)
+    out = weights[..., stop:] @ value.recent.float().cpu()
+    for reader, its, row in zip(value.readers, weights, out, strict=True):
+        if reader is not None:
+            reader.add_up(value.layer, its.numpy(), row.numpy())
+    return out.view(batch, heads, queries, -1).to(query)
+
+
+_MOST_ROWS = 64  # of a query that share keys; for more, keys and values are made
