@@ -58,7 +58,7 @@ def pack(
         start += sizes[level]
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _value(value: float, distance: float, width: int) -> int:
     """Which of the 2 ** width values around 0 is nearest: from -2 ** (width - 1) on."""
     half = 1 << (width - 1)
@@ -83,7 +83,7 @@ def unpack(
         start += sizes[level]
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _unpack_token(
     packed: NDArray[np.uint8],
     at: int,
@@ -111,7 +111,7 @@ def _unpack_token(
         row[counts[g] :] = 0
 
 
-@njit(cache=True, nogil=True, fastmath=_SUMS, inline="always")
+@njit(cache=True, nogil=True, fastmath=_SUMS, forceinline=True)
 def _turned(
     made: NDArray[np.float32],
     usual: NDArray[np.float32],
@@ -254,7 +254,7 @@ def add_up(
             _add(totals[h, r], bias[its], target)
 
 
-@njit(cache=True, nogil=True, fastmath=_SUMS, inline="always")
+@njit(cache=True, nogil=True, fastmath=_SUMS, forceinline=True)
 def _add(weight: np.float32, row: NDArray[np.float32], out: NDArray[np.float32]) -> None:
     for i in range(len(out)):
         out[i] += weight * row[i]

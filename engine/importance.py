@@ -35,7 +35,12 @@ def classes(importance: NDArray[np.float32], sinks: int = SINKS) -> NDArray[np.u
     importance: attention received, [layers, tokens], in any unit, by a sequence, of which the first `sinks` tokens, or
         all that there are, have classes of their own.
     """
-    octaves = np.log2(np.maximum(relative(importance, sinks), 2.0**-20))
+    return classes_of(relative(importance, sinks), sinks)
+
+
+def classes_of(relative: NDArray[np.float32], sinks: int) -> NDArray[np.uint8]:
+    """The same of attention received in multiples of its layer's mean."""
+    octaves = np.log2(np.maximum(relative, 2.0**-20))
     out = np.clip(np.rint(octaves) + LEVELS // 2, 0, LEVELS - 1).astype(np.uint8)
     own = np.arange(min(sinks, out.shape[1]), dtype=np.uint8)
     out[:, : own.size] = LEVELS + own
