@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from seqkv.adapters.parts import decoder_of
 from seqkv.engine import CacheError
 
-_OBSERVED = "seqkv_observed_sdpa"  # the attention implementation that is registered
+OBSERVED_SDPA = "seqkv_observed_sdpa"  # the attention implementation that is registered
 
 
 @contextlib.contextmanager
@@ -47,10 +47,10 @@ def observe_attention(model: PreTrainedModel, last: int = 256) -> Iterator[Atten
     attentions = [m for m in decoder.modules() if hasattr(m, "layer_idx") and not getattr(m, "is_cross_attention", 0)]
     if any(hasattr(m, "_seqkv_observer") for m in attentions):
         raise RuntimeError("the model is being observed already")
-    AttentionInterface.register(_OBSERVED, _telling())
-    AttentionMaskInterface.register(_OBSERVED, sdpa_mask)
+    AttentionInterface.register(OBSERVED_SDPA, _telling())
+    AttentionMaskInterface.register(OBSERVED_SDPA, sdpa_mask)
     before, observer = decoder.config._attn_implementation, AttentionObserver(last)
-    decoder.set_attn_implementation(_OBSERVED)
+    decoder.set_attn_implementation(OBSERVED_SDPA)
     try:
         for module in attentions:
             module._seqkv_observer = observer

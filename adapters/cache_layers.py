@@ -52,7 +52,7 @@ class _Compressed:
         keys = CompactTensor(readers, self.index, "keys", stop, self.keys)
         values = CompactTensor(readers, self.index, "values", stop, self.values)
         graph = torch.is_grad_enabled() and (self.keys.requires_grad or self.values.requires_grad)
-        if queries == 1 and not graph:
+        if queries == 1 and not graph and not past.whole:
             self.most_decoded = max(self.most_decoded, past.reading_nbytes)
             return keys, values
         both = keys.made(), values.made()

@@ -19,14 +19,18 @@ SAVED = 8  # times less than what is asked for is lost where the compact form be
 
 
 class CompactPast(Past):
-    """In the compact form; tier "near", with a profile."""
+    """In the compact form; tier "near", with a profile.
 
+    Attributes: whole, whether layers must hand out tensors that are made, as the model does not attend by "sdpa".
+    """
+
+    whole = False
     _readers: list[Reader | None] | None
 
     def clear(self) -> None:
         super().clear()
         self._held: list[Compact] = []
-        self._stop = 0
+        self._stop, self._dtype = 0, "float32"
         self.pass_ended()
 
     @functools.cached_property
@@ -61,7 +65,7 @@ class CompactPast(Past):
         for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
             reader.write(layer, "keys", key)
             reader.write(layer, "values", value)
-        kv = KVCache(keys, values, positions=held.positions.astype(np.int64), rope=self.rope)
+        kv = KVCache(keys, values, positions=held.positions.astype(np.int64), rope=self.rope, dtype=self._dtype)
         return engine.encode(kv, TokenProbs.from_tokens(held.ids), profile=self.profile, kl=self.kl / SAVED)
 
     def take(self, pieces: Sequence[Piece]) -> None:
@@ -77,6 +81,7 @@ class CompactPast(Past):
         return Part(engine.decode(stream, profile=self.profile), engine.token_ids(stream), None)
 
     def _hold(self, stop: int, parts: Sequence[Part | None]) -> None:
+        self._dtype = next((part.kv.dtype for part in parts if part is not None), self._dtype)
         before = self._held or [Compact.empty(self._form)] * len(parts)
         self._held = [
             held if part is None else held.extended(part.kv, part.ids, part.received)
@@ -99,12 +104,12 @@ class CompactPast(Past):
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         self.pass_ended()
-        self._held = [self._held[row] for row in rows]
+        self._held = [self._held[row] for row in rows] if self._held else []
 
     def copy_from(self, other: Past) -> None:
         assert isinstance(other, CompactPast)
         super().copy_from(other)
-        self._held, self._stop = list(other._held), other._stop
+        self._held, self._stop, self._dtype = list(other._held), other._stop, other._dtype
 
 
 def _product(a: NDArray[Any], b: NDArray[Any], out: NDArray[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
-from seqkv.engine import CacheError
 from seqkv.engine.compact import Reader, Side
 
 
@@ -45,14 +45,14 @@ class CompactTensor(torch.Tensor):
             out = _attended(*args, **(kwargs or {}))
             if out is not None:
                 return out
-        with torch._C.DisableTorchFunctionSubclass():  # what comes of them is a plain tensor
+        if func not in _ASKED:
+            args, kwargs = tree_map_only(cls, cls.made, (args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func._schema.is_mutable:
-            raise CacheError("keys and values of a CompressedCache cannot be changed in place: clone them")
-        args, kwargs = tree_map_only(cls, cls.made, (args, kwargs or {}))
+        args, kwargs = tree_map_only(cls, cls.made, (args, kwargs or {}))  # what did not come through Python's front
         return func(*args, **kwargs)
 
     def made(self) -> torch.Tensor:
@@ -60,7 +60,7 @@ class CompactTensor(torch.Tensor):
         if self._made is None:
             recent = self.recent.cpu()
             batch, heads, tokens, width = recent.shape
-            made = torch.zeros((batch, heads, self.stop + tokens, width))
+            made = torch.zeros((batch, heads, self.stop + tokens, width), dtype=torch.float32, device="cpu")
             for reader, row in zip(self.readers, made, strict=True):
                 if reader is not None:
                     reader.write(self.layer, self.side, row.numpy())
@@ -72,47 +72,69 @@ class CompactTensor(torch.Tensor):
         return self._made
 
 
+_ASKED = {  # of which nothing needs to be made
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.is_floating_point,
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad")),
+}
+
+
 def _attended(
     query: Any,
     key: Any,
     value: Any,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor | None:
     """scaled_dot_product_attention with keys and values as they are held; None if they must be made for that."""
-    if not (isinstance(key, CompactTensor) and isinstance(value, CompactTensor)) or isinstance(query, CompactTensor):
-        return None
-    if dropout_p or is_causal or query.dim() != 4 or len(query) != len(key):
-        return None
-    if torch.is_grad_enabled() and query.requires_grad:
+    if not _fit(query, key, value, attn_mask) or dropout_p or is_causal:
         return None
     (batch, heads, queries, width), (_, kv_heads, tokens, _), stop = query.shape, key.shape, key.stop
     rows = heads // kv_heads * queries
-    if (heads != kv_heads and not enable_gqa) or rows > _MOST_ROWS or width != key.shape[3]:
+    if heads % kv_heads or not 1 <= rows <= _MOST_ROWS or (heads != kv_heads and not enable_gqa):
         return None
-    grouped = query.reshape(batch, kv_heads, rows, width).float().cpu().contiguous()
-    scores = torch.zeros((batch, kv_heads, rows, tokens))
-    scores[..., stop:] = grouped @ key.recent.float().cpu().transpose(2, 3)
-    for reader, one, its in zip(key.readers, grouped, scores, strict=True):
-        if reader is not None:
-            reader.scores(key.layer, one.numpy(), its.numpy())
-    scores *= width**-0.5 if scale is None else scale
-    if attn_mask is not None:
-        by_head = scores.view(batch, heads, queries, tokens)
-        mask = attn_mask.cpu()
-        if mask.dtype == torch.bool:
-            by_head.masked_fill_(~mask, float("-inf"))
-        else:
-            by_head += mask
-    weights = scores.softmax(-1)
-    out = weights[..., stop:] @ value.recent.float().cpu()
-    for reader, its, row in zip(value.readers, weights, out, strict=True):
-        if reader is not None:
-            reader.add_up(value.layer, its.numpy(), row.numpy())
-    return out.view(batch, heads, queries, -1).to(query)
+    with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext():
+        grouped = query.reshape(batch, kv_heads, rows, width).float().cpu().contiguous()
+        scores = torch.zeros((batch, kv_heads, rows, tokens), dtype=torch.float32, device="cpu")
+        scores[..., stop:] = grouped @ key.recent.float().cpu().transpose(2, 3)
+        for reader, one, its in zip(key.readers, grouped, scores, strict=True):
+            if reader is not None:
+                reader.scores(key.layer, one.numpy(), its.numpy())
+        scores *= width**-0.5 if scale is None else scale
+        if attn_mask is not None:
+            by_head, mask = scores.view(batch, heads, queries, tokens), attn_mask.cpu()
+            if mask.dtype == torch.bool:
+                by_head.masked_fill_(~mask, float("-inf"))
+            else:
+                by_head += mask
+        weights = scores.softmax(-1)
+        if attn_mask is not None:
+            weights.nan_to_num_(0.0)  # a query that sees nothing
+        out = weights[..., stop:] @ value.recent.float().cpu()
+        for reader, its, row in zip(value.readers, weights, out, strict=True):
+            if reader is not None:
+                reader.add_up(value.layer, its.numpy(), row.numpy())
+        return out.view(batch, heads, queries, -1).to(query)
 
 
 _MOST_ROWS = 64  # of a query that share keys; for more, keys and values are made
+
+
+def _fit(query: Any, key: Any, value: Any, mask: Any) -> bool:
+    """Whether these are the keys and values of one layer as they were handed out, and a query and a mask of theirs."""
+    if not (isinstance(key, CompactTensor) and isinstance(value, CompactTensor)) or isinstance(query, CompactTensor):
+        return False
+    ours = (key.side, value.side) == ("keys", "values") and key.readers is value.readers and key.layer == value.layer
+    if not ours or key.stop != value.stop or key._made is not None or value._made is not None:
+        return False  # what was made may have been changed
+    if mask is not None and (mask.dtype not in (torch.bool, query.dtype) or mask.dim() < 2):
+        return False
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, mask)):
+        return False
+    return bool(
+        query.dim() == 4 and query.dtype == key.dtype and len(query) == len(key) and query.shape[3] == key.shape[3]
+    )

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from seqkv.adapters import cache_layers, rope, session_file
-from seqkv.adapters.attention import AttentionObserver, listen
+from seqkv.adapters.attention import OBSERVED_SDPA, AttentionObserver, listen
 from seqkv.adapters.compact_past import CompactPast
 from seqkv.adapters.parts import decoder_of, text_config
 from seqkv.adapters.past import StreamedPast, Tier, layered
@@ -45,7 +45,8 @@ class CompressedCache(Cache):
     window: tokens that at least are held as they are, the last ones. Whole chunks of those before are coded together in
         all layers, once, when the last layer has been updated.
     keep: what is held of older tokens from one forward pass to the next. "compact": a form that attention reads nearly
-        as it is (with a profile and tier="near"; "streams" otherwise). "streams": streams, smaller, which every pass
+        as it is (with a profile and tier="near"; "streams" otherwise). It has at most 11 bits a number, so that a kl
+        below about 1e-5 asks in vain. "streams": streams, smaller, which every pass
         decodes, layer by layer. "decoded": streams and what was decoded of them. A pass is as fast as with a
         DynamicCache then, and `nbytes` is more than a DynamicCache's, until `rest` drops what was decoded.
 
@@ -132,6 +133,7 @@ class CompressedCache(Cache):
 
     def rest(self) -> None:
         """Drop what was decoded; the next forward pass decodes it again."""
+        self.past.pass_ended()
         for layer in self.coded.values():
             layer.before = None
 
@@ -271,6 +273,9 @@ class CompressedCache(Cache):
         untold, self._observer = self._observer is not None, None
         if untold and length:  # the pass before is over, and its last layer never told
             self._settle()
+        if isinstance(self.past, CompactPast):
+            implementation = decoder_of(self.model).config._attn_implementation
+            self.past.whole = implementation not in ("sdpa", OBSERVED_SDPA)
         self._see_mask(kwargs.get("attention_mask"), length, *ids.shape)
         new = ids.detach().cpu()
         self._ids = new if self._ids is None else torch.cat([self._ids, new], dim=1)

@@ -21,6 +21,7 @@ from seqkv.engine import compact_kernels, importance, layout, near, prediction, 
 from seqkv.engine.cache import KVCache, Rope
 from seqkv.engine.compact_basis import Basis, BlockBasis
 from seqkv.engine.compact_kernels import BEYOND
+from seqkv.engine.errors import CacheError
 from seqkv.engine.layout import Turns
 from seqkv.engine.modes import Calibrated
 from seqkv.engine.probs import TokenProbs
@@ -34,11 +35,16 @@ TRUST, FINER = 0.7, 0.7
 """Where importance is estimated: so many times as many octaves of gain, as the estimate is none too good; and all
 tokens so many octaves finer."""
 
+ODD, TOO_FAR = 8, 1000
+"""A token whose squared error is so many times what its level makes out gets a higher level; it is refused where the
+highest leaves TOO_FAR times that."""
+
 _ERROR = np.array([1, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.00104, 3.04e-4, 8.8e-5, 2.5e-5, 7e-6, 2e-6])
 """Mean squared error of rounding a normal variable of variance 1 to 2 ** bits equidistant values, by bits; and their
 best distance (Max 1960)."""
 _DISTANCE = np.array([1, 1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308, 0.0166, 0.0089, 0.0047])
-_LEVELS = np.arange(-3, 9)  # octaves of gain
+_LEVELS = np.array([*range(-3, 9), 11, 14, 18, 24])  # octaves of gain; the last ones are of odd tokens
+_USUAL = 12  # levels before these
 
 Side = Literal["keys", "values"]
 
@@ -49,7 +55,8 @@ Product = Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], Any]
 
 class _Codes:
     """How the coefficients of a block are rounded, for each level: bits [levels, C], distances [levels, C] of values,
-    how many of each group have bits, [levels, groups], and how many bytes a token takes, [levels]."""
+    how many of each group have bits, [levels, groups], how many bytes a token takes, [levels], and the squared error
+    that it may have, [levels]."""
 
     def __init__(self, basis: BlockBasis, threshold: float) -> None:
         variance = np.square(basis.deviation * np.exp2(_LEVELS)[:, None])
@@ -58,6 +65,7 @@ class _Codes:
         self.distances = (basis.deviation * _DISTANCE[self.bits]).astype(np.float32)
         self.counts = (self.bits > 0).reshape(len(_LEVELS), len(basis.back), -1).sum(axis=2)
         self.sizes = -(-self.bits.sum(axis=1, dtype=np.int64) // 8)
+        self.most = ODD * (np.square(basis.deviation) * _ERROR[self.bits]).sum(axis=1)
 
 
 class Format:
@@ -90,7 +98,7 @@ class Format:
         if estimated:
             octaves[:, sinks:] *= TRUST
             octaves += FINER
-        return np.clip(np.rint(octaves) - _LEVELS[0], 0, len(_LEVELS) - 1).astype(np.intp)
+        return np.clip(np.rint(octaves) - _LEVELS[0], 0, _USUAL - 1).astype(np.intp)
 
 
 class _Block(NamedTuple):
@@ -133,7 +141,7 @@ class Compact:
     def extended(
         self, kv: KVCache, token_ids: NDArray[np.integer], received: NDArray[np.float32] | None = None
     ) -> Compact:
-        """With the tokens that follow, whose keys and values must be finite.
+        """With the tokens that follow, whose keys and values must be finite. CacheError if they are of another kind.
 
         received: attention that they received, [layers, tokens], as `importance` of engine.encode; estimated if not
             given.
@@ -147,8 +155,16 @@ class Compact:
             expected, z = np.empty((len(features), x.shape[1]), np.float32), np.empty_like(x)
             form.product(features[None], basis.token[None], expected[None])
             form.product((x - (expected + basis.bias)[index])[None], basis.forward[None], z[None])
-            heads, packed = np.empty(len(z), np.uint8), np.zeros(codes.sizes[levels[b]].sum() + BEYOND, np.uint8)
-            compact_kernels.pack(z, levels[b], codes.bits, codes.distances, codes.sizes, heads, packed)
+            heads, packed = np.empty(len(z), np.uint8), np.zeros(len(z) * codes.sizes[-1] + BEYOND, np.uint8)
+            worst = compact_kernels.pack(
+                *(z, levels[b], codes.bits, codes.distances, codes.sizes, codes.most, heads, packed)
+            )
+            if not worst <= TOO_FAR:
+                raise CacheError(
+                    f"{('keys', 'values')[b % 2]} of layer {b // 2} differ from what is expected by too much for the "
+                    'compact form: use keep="streams", or a profile of this model'
+                )
+            packed = packed[: codes.sizes[heads >> 4].sum() + BEYOND].copy()
             exact = np.clip(x[:sinks], -LARGEST_HALF, LARGEST_HALF).astype(np.float16)
             blocks.append(before.and_then(_Block(packed, heads, exact)))
         ids = np.concatenate([self.ids, token_ids.astype(np.int32)])

@@ -24,23 +24,36 @@ def pack(
     bits: NDArray[np.uint8],
     distances: NDArray[np.float32],
     sizes: NDArray[np.int64],
+    most: NDArray[np.float64],
     heads: NDArray[np.uint8],
     packed: NDArray[np.uint8],
-) -> None:
-    """z [tokens, C] to heads [tokens] and codes, each token with the stretch that fits it best."""
-    start = 0
+) -> float:
+    """z [tokens, C] to heads [tokens] and codes, each token with the stretch that fits it best.
+
+    levels: of each token, the least; it gets a higher one, if there is any, until its squared error is at most
+        most[level], [levels]. packed: room for the highest of all.
+    Returns the largest squared error, in multiples of that.
+    """
+    start, worst = 0, 0.0
     for t in range(len(z)):
-        level = levels[t]
-        best, pick = np.inf, 0
-        for i in range(len(STRETCHES)):
-            error = 0.0
-            for j in range(z.shape[1]):
-                if bits[level, j]:
-                    distance = distances[level, j] * STRETCHES[i]
-                    off = z[t, j] - (_value(z[t, j], distance, bits[level, j]) + 0.5) * distance
+        level, best, pick = levels[t], np.inf, 0
+        allowed = most[level]
+        while True:
+            best, pick = np.inf, 0
+            for i in range(len(STRETCHES)):
+                error = 0.0
+                for j in range(z.shape[1]):
+                    off = np.float64(z[t, j])
+                    if bits[level, j]:
+                        distance = distances[level, j] * STRETCHES[i]
+                        off -= (_value(z[t, j], distance, bits[level, j]) + 0.5) * distance
                     error += off * off
-            if error < best:
-                best, pick = error, i
+                if error < best:
+                    best, pick = error, i
+            if best <= allowed or level == len(most) - 1:
+                break
+            level += 1
+        worst = max(worst, best / allowed)
         heads[t] = level << 4 | pick
         held, filled, at = np.uint64(0), 0, start
         for j in range(z.shape[1]):
@@ -56,6 +69,7 @@ def pack(
         if filled:
             packed[at] = held
         start += sizes[level]
+    return worst
 
 
 @njit(cache=True, nogil=True, forceinline=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from seqkv.engine import KVCache, Profile, Rope, compact, compact_kernels
+from seqkv.engine import CacheError, KVCache, Profile, Rope, compact, compact_kernels
 from seqkv.engine.compact import Compact, Format, Reader
 
 IDS = (np.arange(60) ** 2 * 7) % 50
@@ -99,8 +99,8 @@ def test_the_loops_are_the_plain_arithmetic_bit_for_bit() -> None:
     counts, sizes = (bits > 0).reshape(12, groups, size).sum(2), -(-bits.sum(1, dtype=np.int64) // 8)
     z = (10 * rng.standard_normal((tokens, groups * size))).astype(np.float32)
     levels, heads = rng.integers(0, 12, tokens), np.empty(tokens, np.uint8)
-    packed = np.zeros(sizes[levels].sum() + compact_kernels.BEYOND, np.uint8)
-    compact_kernels.pack(z, levels, bits, distances, sizes, heads, packed)
+    packed, most = np.zeros(sizes[levels].sum() + compact_kernels.BEYOND, np.uint8), np.full(12, np.inf)
+    assert compact_kernels.pack(z, levels, bits, distances, sizes, most, heads, packed) == 0
     found = np.empty((groups, tokens, size), np.float32)
     compact_kernels.unpack(packed, heads, bits, distances, counts, sizes, found)
     assert (heads >> 4 == levels).all()
@@ -145,6 +145,24 @@ def test_tokens_that_receive_more_are_held_finer(model: Any, profile: Profile) -
     assert np.mean([x[30:].mean() / x[4:30].mean() for x in lost]) > 2
     heads = np.stack([block.heads >> 4 for block in one.blocks])
     assert (heads[:, 30:] <= heads[:, 4:30].min(1, keepdims=True)).all() and (heads[:, 30:] < heads[:, 29:30]).any()
+
+
+def test_tokens_of_another_kind_are_held_as_near_as_others_or_refused(model: Any, profile: Profile) -> None:
+    kv, _ = model.cache(IDS)
+    form, taken = Format(profile, 0.01), []
+    usual = np.abs(read(held(form, kv, IDS), kv)[1][1] - kv.values[1]).max()
+    for off in (0, 3, 30, 3e2, 3e4, 1e30):
+        values = [x.copy() for x in kv.values]
+        values[1][1, 30, 2] += off
+        odd = KVCache(kv.keys, values, rope=kv.rope)
+        try:
+            one = held(form, odd, IDS)
+        except CacheError as error:
+            assert "values of layer 1 differ from what is expected by too much" in str(error)
+            continue
+        taken.append(off)
+        assert np.abs(read(one, odd)[1][1] - values[1]).max() < 10 * usual
+    assert taken[:2] == [0, 3] and 1e30 not in taken
 
 
 def test_attention_is_estimated_where_it_is_not_known(model: Any, profile: Profile) -> None:

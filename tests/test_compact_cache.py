@@ -21,7 +21,7 @@ from seqkv.adapters import compact_tensors  # noqa: E402
 from seqkv.adapters import huggingface as hf  # noqa: E402
 from seqkv.adapters.compact_past import CompactPast  # noqa: E402
 from seqkv.adapters.compact_tensors import CompactTensor  # noqa: E402
-from seqkv.engine import CacheError, StreamError  # noqa: E402
+from seqkv.engine import StreamError  # noqa: E402
 from tests.test_compressed_cache import IDS, cache_of, generate, make  # noqa: E402
 
 KINDS = ["full attention", "no rotation", "latent attention", "hybrid"]
@@ -109,8 +109,12 @@ def test_other_attention_gets_tensors(profile_of: Any) -> None:
     cache = compact(model, profile_of(model), kl=0.01)
     step(model, IDS, cache)
     expected = step(model, IDS[:, :1], copy.deepcopy(cache))
+    given: list[Any] = []
+    update = cache.layers[0].update
+    cache.layers[0].update = lambda *a, **k: given.append(update(*a, **k)) or given[-1]
     model.set_attn_implementation("eager")
     torch.testing.assert_close(step(model, IDS[:, :1], cache), expected, atol=1e-4, rtol=1e-4)
+    assert all(type(x) is torch.Tensor for x in given[0])  # what else there is may want their memory
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -186,9 +190,80 @@ def test_they_are_tensors_but_stay_as_they_are(llama: Any, profile_of: Any) -> N
         found = scaled_dot_product_attention(query, keys, values, enable_gqa=True, **more)
         expected = scaled_dot_product_attention(query, *plain, enable_gqa=True, **more)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    with pytest.raises(CacheError, match="in place"):
-        values.mul_(2)
-    assert torch.equal(values, plain[1])
+    for wrong in ((keys, keys), (values, keys), (keys, plain[1])):  # but not each for each
+        torch.testing.assert_close(
+            scaled_dot_product_attention(query, *wrong, enable_gqa=True),
+            scaled_dot_product_attention(query, *(x + 0 for x in wrong), enable_gqa=True),
+            atol=1e-5,
+            rtol=1e-5,
+        )
+    assert torch.equal(torch.empty(keys.shape).copy_(keys), plain[0]) and (keys.numpy() == plain[0].numpy()).all()
+    values[:, :, 0] = 7  # what was made is what counts from then on
+    plain[1][:, :, 0] = 7
+    found = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+    torch.testing.assert_close(
+        found, scaled_dot_product_attention(query, *plain, enable_gqa=True), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_a_sequence_that_begins_late(profile_of: Any) -> None:
+    model = make("full attention")
+    ids, profile = torch.cat([IDS, IDS.flip(1)]), profile_of(model)
+    mask = torch.ones_like(ids)
+    mask[1] = 0
+    cache, plain = compact(model, profile), DynamicCache()
+    for one in (cache, plain):
+        step(model, ids, one, attention_mask=mask)
+    for new in range(30):
+        mask = torch.cat([mask, torch.tensor([[1], [new > 0]])], 1)  # a query sees nothing at first
+        found, expected = (step(model, ids[:, new : new + 1], one, attention_mask=mask) for one in (cache, plain))
+        rows = slice(None) if new else slice(1)
+        assert (found - expected)[rows].abs().max() < 0.02 * expected.std()
+    assert cache.past.readers()[1] is not None
+
+
+def test_before_anything_is_coded(llama: Any, profile_of: Any) -> None:
+    cache = compact(llama, profile_of(llama))
+    step(llama, IDS[:, :9].expand(3, 9), cache)
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    cache.batch_select_indices([0])
+    assert step(llama, IDS[:, 9:10], cache).shape == (1, 1, 97)
+    found, expected = (
+        generate(llama, IDS[:, :9], 5, one, num_beams=2)[0] for one in (compact(llama, profile_of(llama)), None)
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("keep", ["compact", "streams", "decoded"])
+def test_a_session_goes_on_in_its_own_dtype(keep: Any, profile_of: Any, tmp_path: Path) -> None:
+    model = make("full attention", torch.bfloat16)
+    profile = profile_of(model)
+    cache = compact(model, profile, kl=0.01)
+    step(model, IDS, cache)
+    cache.save_session(tmp_path / "session")
+    loaded = hf.CompressedCache.load_session(tmp_path / "session", model, profile=profile, keep=keep)
+    for _ in range(2):
+        step(model, IDS[:, :40], loaded)
+        loaded.rest()
+    assert loaded.past.stop == 232 and step(model, IDS[:, :1], loaded).isfinite().all()
+    loaded.save_session(tmp_path / "session")
+    assert hf.CompressedCache.load_session(tmp_path / "session", model, profile=profile).past.stop == 232
+
+
+def test_autocast_and_default_dtypes_change_nothing(llama: Any, profile_of: Any) -> None:
+    cache = compact(llama, profile_of(llama), kl=0.01)
+    step(llama, IDS, cache)
+    expected, other = step(llama, IDS[:, :1], copy.deepcopy(cache)), copy.deepcopy(cache)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (step(llama, IDS[:, :1], other) - expected).abs().max() < 0.1 * expected.std()
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            found = step(llama, IDS[:, :1], copy.deepcopy(cache)), step(llama, IDS[:, :3], copy.deepcopy(cache))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        torch.testing.assert_close(found[0], expected)
+        torch.testing.assert_close(found[1], step(llama, IDS[:, :3], copy.deepcopy(cache)))
 
 
 def test_gradients_go_through(profile_of: Any) -> None:
