@@ -73,6 +73,7 @@ class CompactTensor(torch.Tensor):
 
 
 _ASKED = {  # of which nothing needs to be made
+    torch.Tensor.__len__,
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.is_floating_point,
@@ -136,5 +137,8 @@ def _fit(query: Any, key: Any, value: Any, mask: Any) -> bool:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, mask)):
         return False
     return bool(
-        query.dim() == 4 and query.dtype == key.dtype and len(query) == len(key) and query.shape[3] == key.shape[3]
+        query.dim() == 4
+        and query.dtype == key.dtype
+        and query.shape[0] == key.shape[0]
+        and query.shape[3] == key.shape[3]
     )
