@@ -1,4 +1,4 @@
-"""A transformers cache that holds what is older than a window as seqkv streams: `CompressedCache`."""
+"""A transformers cache that holds what is older than a window in a compact form, or as streams: `CompressedCache`."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class CompressedCache(Cache):
     window: tokens that at least are held as they are, the last ones. Whole chunks of those before are coded together in
         all layers, once, when the last layer has been updated.
     keep: what is held of older tokens from one forward pass to the next. "compact": a form that attention reads nearly
-        as it is (with a profile and tier="near"; "streams" otherwise). It has at most 11 bits a number, so that a kl
-        below about 1e-5 asks in vain. "streams": streams, smaller, which every pass
-        decodes, layer by layer. "decoded": streams and what was decoded of them. A pass is as fast as with a
+        as it is ("streams" without a profile, with one of the predictor "expectation", and with tier="lossless"). It
+        has at most 11 bits a number, so that a kl below about 1e-5 asks in vain. "streams": streams, smaller, which
+        every pass decodes, layer by layer. "decoded": streams and what was decoded of them. A pass is as fast as with a
         DynamicCache then, and `nbytes` is more than a DynamicCache's, until `rest` drops what was decoded.
 
     Layers of full attention are coded (MLA among them, whose keys and values differ in width). All others are held as
@@ -181,7 +181,7 @@ class CompressedCache(Cache):
             self._select(torch.arange(len(self._ids)).repeat_interleave(repeats))
 
     def save_session(self, path: str | Path) -> None:
-        """Write everything as a safetensors file, whole or not at all.
+        """Write everything as a safetensors file, whole or not at all; the compact form as new streams, finer than kl.
 
         CacheError if a layer holds what a file cannot, or after a forward pass that failed on its way.
         """
@@ -194,13 +194,16 @@ class CompressedCache(Cache):
     ) -> CompressedCache:
         """The cache that `save_session` wrote, on the model's device; generation goes on from it.
 
+        keep: as for a new cache; the file does not say what it was.
+
+
         StreamError if the file is damaged or something else, CacheError if it is of another model, ProfileError if it
         needs another profile.
         """
         return session_file.load(cls, path, model, profile, keep)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
-        """A cache that goes on by itself; streams and model are shared."""
+        """A cache that goes on by itself; what is coded and the model are shared."""
         past = self.past
         other = type(self)(
             self.model,

@@ -24,7 +24,7 @@ def save(cache: Any, path: str | Path) -> None:
     """Write it, whole or not at all."""
     tensors: dict[str, torch.Tensor] = {}
     form: dict[str, Any] = {"format": FORMAT, "kl": cache.past.kl, "tier": cache.past.tier, "window": cache.window}
-    form |= {"chunk": cache.chunk, "model": _model_form(cache)}
+    form["model"] = _model_form(cache)
     pieces = cache.past.pieces
     form["pieces"] = [[piece.start, piece.stop] for piece in pieces]
     for number, piece in enumerate(pieces):
@@ -88,7 +88,7 @@ def _built(
         made, now = engine.inspect(first)["profile"], None if profile is None else profile.fingerprint
         if made != now:
             raise ProfileError(f"{path} was made with profile {made}, not with {now}")
-    cache.past.hidden, cache.chunk = tensors.pop("hidden", None), form["chunk"]
+    cache.past.hidden = tensors.pop("hidden", None)
     cache._ids = tensors.pop("ids", None)
     for layer, (_, state) in zip(cache.layers, form["layers"], strict=True):
         vars(layer).update({name: _restored(value, tensors, model.device) for name, value in state.items()})

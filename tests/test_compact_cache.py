@@ -249,9 +249,10 @@ def test_a_session_goes_on_in_its_own_dtype(keep: Any, profile_of: Any, tmp_path
     for _ in range(2):
         step(model, IDS[:, :40], loaded)
         loaded.rest()
-    assert loaded.past.stop == 232 and step(model, IDS[:, :1], loaded).isfinite().all()
+    stop = 232 if keep == "compact" else 216  # as many tokens at a time as are coded so, not as the file's were
+    assert loaded.past.stop == stop and step(model, IDS[:, :1], loaded).isfinite().all()
     loaded.save_session(tmp_path / "session")
-    assert hf.CompressedCache.load_session(tmp_path / "session", model, profile=profile).past.stop == 232
+    assert hf.CompressedCache.load_session(tmp_path / "session", model, profile=profile).past.stop == stop
 
 
 def test_autocast_and_default_dtypes_change_nothing(llama: Any, profile_of: Any) -> None:
