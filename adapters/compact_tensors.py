@@ -41,14 +41,15 @@ class CompactTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            out = _attended(*args, **(kwargs or {}))
+            out = _attended(*args, **kwargs)
             if out is not None:
                 return out
         if func not in _ASKED:
-            args, kwargs = tree_map_only(cls, cls.made, (args, kwargs or {}))
+            args, kwargs = tree_map_only(cls, cls.made, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -196,7 +196,6 @@ class CompressedCache(Cache):
 
         keep: as for a new cache; the file does not say what it was.
 
-
         StreamError if the file is damaged or something else, CacheError if it is of another model, ProfileError if it
         needs another profile.
         """

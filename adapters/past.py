@@ -49,7 +49,6 @@ class Past(ABC):
     def __init__(self, profile: Profile | None, kl: float, tier: Tier, layers: int) -> None:
         self.profile, self.kl, self.tier, self.layers = profile, kl, tier, layers
         self.rope: list[Rope | None] = []
-        self.hidden: torch.Tensor | None = None
         self.clear()
 
     @property
@@ -81,7 +80,7 @@ class Past(ABC):
 
     def clear(self) -> None:
         """Forget everything, the number of sequences too."""
-        self.hidden = None
+        self.hidden: torch.Tensor | None = None
 
     @abstractmethod
     def pass_ended(self) -> None:

@@ -22,8 +22,8 @@ lines=()
 for release in "${releases[@]}"; do
   python -m pip install --quiet --target "$folder/$release" "transformers==$release"
   rm -rf "$folder/$release"/numpy*  # this environment's
-  PYTHONPATH="$folder/$release" python -m pytest -q -rfE -p no:cacheprovider tests/test_attention.py tests/test_compact_cache.py \
-    tests/test_compressed_cache.py tests/test_compressed_cache_calls.py \
+  PYTHONPATH="$folder/$release" python -m pytest -q -rfE -p no:cacheprovider tests/test_attention.py \
+    tests/test_compact_cache.py tests/test_compressed_cache.py tests/test_compressed_cache_calls.py \
     tests/test_docs_transformers.py tests/test_huggingface.py tests/test_rope.py > "$folder/log" 2>&1 || failed=1
   found="$(PYTHONPATH="$folder/$release" python -c 'import transformers; print(transformers.__version__)')"
   counted="$(tail -n 1 "$folder/log" | sed 's/ in .*//; s/=//g; s/^ *//; s/ *$//')"

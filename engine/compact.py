@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqkv.cuda_kernels.scalar import LARGEST_HALF
-from seqkv.engine import compact_kernels, importance, layout, near, prediction, quantiser, rate_control
+from seqkv.engine import compact_kernels, importance, near, prediction, quantiser, rate_control
 from seqkv.engine.cache import KVCache, Rope
 from seqkv.engine.compact_basis import Basis, BlockBasis
 from seqkv.engine.compact_kernels import BEYOND
 from seqkv.engine.errors import CacheError
+from seqkv.engine.host import blocks_of
 from seqkv.engine.layout import Turns
 from seqkv.engine.modes import Calibrated
 from seqkv.engine.probs import TokenProbs
@@ -43,11 +44,10 @@ _ERROR = np.array([1, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.00104, 3.04e
 """Mean squared error of rounding a normal variable of variance 1 to 2 ** bits equidistant values, by bits; and their
 best distance (Max 1960)."""
 _DISTANCE = np.array([1, 1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308, 0.0166, 0.0089, 0.0047])
-_LEVELS = np.array([*range(-3, 9), 11, 14, 18, 24])  # octaves of gain; the last ones are of odd tokens
-_USUAL = 12  # levels before these
+_USUAL = range(-3, 9)  # octaves of gain
+_LEVELS = np.array([*_USUAL, 11, 14, 18, 24])  # the last ones are of odd tokens
 
 Side = Literal["keys", "values"]
-
 
 Product = Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], Any]
 """product(a, b, out): matrix products of [n, m, k] and [n, k, l] float32 into [n, m, l]."""
@@ -87,18 +87,24 @@ class Format:
         self.product(rows[None], self.basis.projection[None], out[None])
         return out, index
 
+    def expect(self, b: int, features: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+        """Write what is expected of tokens with these features, [distinct, rank], in a block: out [distinct, C]."""
+        basis = self.basis.blocks[b]
+        self.product(features[None], basis.token[None], out[None])
+        out += basis.bias
+
     def levels(self, kv: KVCache, received: NDArray[np.float32] | None) -> NDArray[np.intp]:
         """Of the tokens of a part of a cache, [blocks, tokens]: places in _LEVELS. received: see Compact.extended."""
-        sinks, estimated = importance.sinks(kv.positions), received is None
+        sinks = importance.sinks(kv.positions)
         if received is None:  # in multiples of the mean: that of a few tokens says nothing
-            classes = importance.classes_of(self._mode.attention(kv, _blocks_of, near.CHUNK), sinks)
+            classes = importance.classes_of(self._mode.attention(kv, blocks_of, near.CHUNK), sinks)
         else:
             classes = importance.classes(received, sinks)
         octaves = np.log2(quantiser.gain_value(near.gains(self.profile.gains, classes)))
-        if estimated:
+        if received is None:
             octaves[:, sinks:] *= TRUST
             octaves += FINER
-        return np.clip(np.rint(octaves) - _LEVELS[0], 0, _USUAL - 1).astype(np.intp)
+        return np.clip(np.rint(octaves) - _LEVELS[0], 0, len(_USUAL) - 1).astype(np.intp)
 
 
 class _Block(NamedTuple):
@@ -146,15 +152,15 @@ class Compact:
         received: attention that they received, [layers, tokens], as `importance` of engine.encode; estimated if not
             given.
         """
-        form, values, sinks = self.form, _blocks_of(kv, slice(None)), importance.sinks(kv.positions)
+        form, values, sinks = self.form, blocks_of(kv, slice(None)), importance.sinks(kv.positions)
         levels = form.levels(kv, received)
         features, index = form.features(token_ids)
         blocks = []
         for b, (before, basis, codes) in enumerate(zip(self.blocks, form.basis.blocks, form.codes, strict=True)):
             x = values(b)
             expected, z = np.empty((len(features), x.shape[1]), np.float32), np.empty_like(x)
-            form.product(features[None], basis.token[None], expected[None])
-            form.product((x - (expected + basis.bias)[index])[None], basis.forward[None], z[None])
+            form.expect(b, features, expected)
+            form.product((x - expected[index])[None], basis.forward[None], z[None])
             heads, packed = np.empty(len(z), np.uint8), np.zeros(len(z) * codes.sizes[-1] + BEYOND, np.uint8)
             worst = compact_kernels.pack(
                 *(z, levels[b], codes.bits, codes.distances, codes.sizes, codes.most, heads, packed)
@@ -169,6 +175,19 @@ class Compact:
             blocks.append(before.and_then(_Block(packed, heads, exact)))
         ids = np.concatenate([self.ids, token_ids.astype(np.int32)])
         return Compact(form, ids, np.concatenate([self.positions, kv.positions.astype(np.int32)]), blocks)
+
+
+class _Made(NamedTuple):
+    """A block as compact_kernels.place takes it."""
+
+    made: NDArray[np.float32]
+    expected: NDArray[np.float32]
+    whose: NDArray[np.intp]
+    sinks: NDArray[np.float32]
+    cos: NDArray[np.float32]
+    sin: NDArray[np.float32]
+    interleaved: bool
+    columns: NDArray[np.int64]
 
 
 class Reader:
@@ -194,14 +213,12 @@ class Reader:
 
     def write(self, layer: int, side: Side, out: NDArray[np.float32]) -> None:
         """Write a layer's keys, turned to their positions, or values to out [kv_heads, columns, width], contiguous."""
-        made, expected, sinks, turn = self._block(2 * layer + (side == "values"))
-        compact_kernels.place(made, expected, self._index, sinks, *turn, self._columns, out)
+        compact_kernels.place(*self._block(2 * layer + (side == "values")), out)
 
     def scores(self, layer: int, query: NDArray[np.float32], out: NDArray[np.float32]) -> None:
         """Write products of a query's rows, [kv_heads, rows, width], with a layer's keys to out [kv_heads, rows,
         columns]."""
-        made, expected, sinks, turn = self._block(2 * layer)
-        compact_kernels.score(made, expected, self._index, sinks, *turn, self._columns, query, out)
+        compact_kernels.score(*self._block(2 * layer), query, out)
 
     def add_up(self, layer: int, weights: NDArray[np.float32], out: NDArray[np.float32]) -> None:
         """Add a layer's values, each times its weight, weights [kv_heads, rows, columns], to out [kv_heads, rows,
@@ -214,35 +231,24 @@ class Reader:
             *(self._columns, weights, out),
         )
 
-    def _block(
-        self, b: int
-    ) -> tuple[
-        NDArray[np.float32],
-        NDArray[np.float32],
-        NDArray[np.float32],
-        tuple[NDArray[np.float32], NDArray[np.float32], bool],
-    ]:
-        """A block as compact_kernels.place takes it, valid until the next one: made, expected, sinks, and cos, sin,
-        interleaved."""
-        held, codes, basis = self.compact.blocks[b], self.compact.form.codes[b], self.compact.form.basis.blocks[b]
+    def _block(self, b: int) -> _Made:
+        """A block, valid until the next one."""
+        form = self.compact.form
+        held, codes, basis = self.compact.blocks[b], form.codes[b], form.basis.blocks[b]
         tokens, (groups, size, _) = len(held.heads), basis.back.shape
         z, made = (room[: groups * tokens * size].reshape(groups, tokens, size) for room in (self._coefs, self._made))
         compact_kernels.unpack(held.codes, held.heads, codes.bits, codes.distances, codes.counts, codes.sizes, z)
-        self.compact.form.product(z, basis.back, made)
-        expected = self._expected[: len(self._features) * groups * size].reshape(1, -1, groups * size)
-        self.compact.form.product(self._features[None], basis.token[None], expected)
-        expected += basis.bias
+        form.product(z, basis.back, made)
+        expected = self._expected[: len(self._features) * groups * size].reshape(-1, groups * size)
+        form.expect(b, self._features, expected)
         rope = None if b % 2 else self._rope[b // 2]
         cos = sin = np.zeros((tokens, 0), np.float32)
         if rope is not None:
             cos, sin = self._turns.angles(rope)
             if rope.scaling != 1:
                 cos, sin = cos * np.float32(rope.scaling), sin * np.float32(rope.scaling)
-        heads = self.compact.form.profile.shape[b // 2][0]
+        heads = form.profile.shape[b // 2][0]
         by_head = made.reshape(tokens, heads, -1) if groups == 1 else made.transpose(1, 0, 2)
         interleaved = rope is not None and rope.layout == "interleaved"
-        return by_head, expected[0], held.sinks.astype(np.float32), (cos, sin, interleaved)
-
-
-def _blocks_of(kv: KVCache, tokens: slice) -> Callable[[int], NDArray[np.float32]]:
-    return layout.blocks_of(kv, tokens, Turns(kv.positions[tokens]))
+        sinks = held.sinks.astype(np.float32)
+        return _Made(by_head, expected, self._index, sinks, cos, sin, interleaved, self._columns)

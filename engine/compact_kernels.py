@@ -36,7 +36,7 @@ def pack(
     """
     start, worst = 0, 0.0
     for t in range(len(z)):
-        level, best, pick = levels[t], np.inf, 0
+        level = levels[t]
         allowed = most[level]
         while True:
             best, pick = np.inf, 0
@@ -127,28 +127,36 @@ def _unpack_token(
 
 @njit(cache=True, nogil=True, fastmath=_SUMS, forceinline=True)
 def _turned(
+    t: int,
+    h: int,
     made: NDArray[np.float32],
-    usual: NDArray[np.float32],
+    expected: NDArray[np.float32],
+    index: NDArray[np.intp],
+    sinks: NDArray[np.float32],
     cos: NDArray[np.float32],
     sin: NDArray[np.float32],
     interleaved: bool,
     row: NDArray[np.float32],
     out: NDArray[np.float32],
 ) -> None:
-    """made + usual, all [width], turned but for the channels beyond the pairs; row is room for that."""
-    pairs = len(cos)
-    for i in range(len(row)):
-        row[i] = made[i] + usual[i]
+    """A head of a token, out [width], of what `place` takes; row is room for it before it is turned."""
+    its, pairs, c, s = slice(h * len(row), (h + 1) * len(row)), cos.shape[1], cos[t], sin[t]
+    if t < len(sinks):
+        row[:] = sinks[t, its]
+    else:
+        found, usual = made[t, h], expected[index[t], its]
+        for i in range(len(row)):
+            row[i] = found[i] + usual[i]
     if interleaved:
         for p in range(pairs):
-            out[2 * p] = row[2 * p] * cos[p] - row[2 * p + 1] * sin[p]
-            out[2 * p + 1] = row[2 * p + 1] * cos[p] + row[2 * p] * sin[p]
+            out[2 * p] = row[2 * p] * c[p] - row[2 * p + 1] * s[p]
+            out[2 * p + 1] = row[2 * p + 1] * c[p] + row[2 * p] * s[p]
     else:  # loops over slices that begin at 0 compile to vector instructions
         a, b, first, second = row[:pairs], row[pairs : 2 * pairs], out[:pairs], out[pairs : 2 * pairs]
         for p in range(pairs):
-            first[p] = a[p] * cos[p] - b[p] * sin[p]
+            first[p] = a[p] * c[p] - b[p] * s[p]
         for p in range(pairs):
-            second[p] = b[p] * cos[p] + a[p] * sin[p]
+            second[p] = b[p] * c[p] + a[p] * s[p]
     left, rest = row[2 * pairs :], out[2 * pairs :]
     for i in range(len(rest)):
         rest[i] = left[i]
@@ -166,20 +174,16 @@ def place(
     columns: NDArray[np.int64],
     out: NDArray[np.float32],
 ) -> None:
-    """Tokens to their columns of out [kv_heads, columns, width].
+    """Tokens to their columns of out [kv_heads, columns, width], turned but for the channels beyond the pairs.
 
     made: [tokens, kv_heads, width], to which is added what is expected of the token, expected[index[t]]. sinks: what
     the first tokens are instead. cos, sin: [tokens, pairs].
     """
     heads, _, width = out.shape
-    row, nothing = np.empty(width, np.float32), np.zeros(width, np.float32)
+    row = np.empty(width, np.float32)
     for t in range(len(index)):
         for h in range(heads):
-            its, target = slice(h * width, (h + 1) * width), out[h, columns[t]]
-            if t < len(sinks):
-                _turned(sinks[t, its], nothing, cos[t], sin[t], interleaved, row, target)
-            else:
-                _turned(made[t, h], expected[index[t], its], cos[t], sin[t], interleaved, row, target)
+            _turned(t, h, made, expected, index, sinks, cos, sin, interleaved, row, out[h, columns[t]])
 
 
 @njit(cache=True, nogil=True, fastmath=_SUMS | {"reassoc"})
@@ -198,14 +202,10 @@ def score(
     """Products of the rows of `query` [kv_heads, rows, width] with the keys that `place` would write, to their columns
     of out [kv_heads, rows, columns]."""
     heads, rows, width = query.shape
-    row, nothing, key = np.empty(width, np.float32), np.zeros(width, np.float32), np.empty(width, np.float32)
+    row, key = np.empty(width, np.float32), np.empty(width, np.float32)
     for t in range(len(index)):
         for h in range(heads):
-            its = slice(h * width, (h + 1) * width)
-            if t < len(sinks):
-                _turned(sinks[t, its], nothing, cos[t], sin[t], interleaved, row, key)
-            else:
-                _turned(made[t, h], expected[index[t], its], cos[t], sin[t], interleaved, row, key)
+            _turned(t, h, made, expected, index, sinks, cos, sin, interleaved, row, key)
             for r in range(rows):
                 one, total = query[h, r], np.float32(0)
                 for i in range(width):

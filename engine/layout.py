@@ -101,6 +101,7 @@ class Turns:
         out[..., rope.rotary_dim :] = source[..., rope.rotary_dim :]
 
     def angles(self, rope: Rope) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosine and sine for each token and pair of channels, [tokens, rotary_dim / 2], without the scaling."""
         if rope not in self._tables:
             self._tables[rope] = rope.tables(self.positions)
         return self._tables[rope]
