@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from seqkv import engine
 from seqkv.adapters.past import Part, Past, Piece
 from seqkv.engine import KVCache, StreamError, TokenProbs
+from seqkv.engine.cached import cached_property
 from seqkv.engine.compact import Compact, Format, Reader
 
 SAVED = 8  # times less than what is asked for is lost where the compact form becomes streams
@@ -33,7 +33,7 @@ class CompactPast(Past):
         self._stop, self._dtype = 0, "float32"
         self.pass_ended()
 
-    @functools.cached_property
+    @cached_property
     def _form(self) -> Format:
         assert self.profile is not None
         return Format(self.profile, self.kl, _product)

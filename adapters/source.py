@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from transformers.cache_utils import DynamicCache
 from seqkv.adapters import huggingface as hf
 from seqkv.adapters import parts
 from seqkv.engine import KVCache, Rope, TokenProbs
+from seqkv.engine.cached import cached_property
 
 _ROWS = 64  # rows of [tokens, vocab] that are worked on at a time
 
@@ -49,12 +49,12 @@ class ModelSource:
         self.rope: list[Rope | None] = probe.rope
         self.vocab: int = self.embedding().shape[0]
 
-    @functools.cached_property
+    @cached_property
     def fingerprint(self) -> str:
         """Of the model, see `parts.fingerprint`."""
         return parts.fingerprint(self.model)
 
-    @functools.cached_property
+    @cached_property
     def tokenizer_fingerprint(self) -> str | None:
         """16 hexadecimal digits, the same for the same vocabulary; None if there is no tokenizer."""
         if self.tokenizer is None:

@@ -7,7 +7,6 @@ are fitted in the order of coding, each on what the decoder will have decoded of
 from __future__ import annotations
 
 import dataclasses
-import functools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from seqkv.engine import codec, host, importance, mixture, near, prediction, quantiser, rate_control
 from seqkv.engine.cache import KVCache, Rope
+from seqkv.engine.cached import cached_property
 from seqkv.engine.errors import CalibrationError
 from seqkv.engine.layout import block_widths
 from seqkv.engine.probs import TokenProbs
@@ -173,7 +173,7 @@ class _Observations:
         plain = self.source.context - self.sinks
         return np.concatenate([self.plain + text * self.sinks + np.arange(self.sinks), text * plain + np.arange(plain)])
 
-    @functools.cached_property
+    @cached_property
     def windows(self) -> tuple[NDArray[np.intp], int]:
         """The window of each row whose mean is coded, [rows], and how many there are."""
         window, each = np.empty(self.rows, np.intp), near.windows(self.source.context)

@@ -8,7 +8,6 @@ measured for that, and nothing of it is stored: the numbers may differ between m
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,15 +63,12 @@ class Basis:
 
     @classmethod
     def of(cls, profile: Profile) -> Basis:
-        """The basis of a profile, made once."""
-        with _LOCK:
-            if profile not in _MADE:
-                _MADE[profile] = cls(profile)
-            return _MADE[profile]
+        """The basis of a profile, made once, unless threads ask at the same time."""
+        found = _MADE.get(profile)
+        return _MADE.setdefault(profile, cls(profile)) if found is None else found
 
 
 _MADE: weakref.WeakKeyDictionary[Profile, Basis] = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()
 
 
 class _Followed(NamedTuple):

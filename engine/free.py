@@ -8,7 +8,6 @@ depend on it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from seqkv.engine import importance, prediction, quantiser
 from seqkv.engine.arrays import module_of, to_numpy
+from seqkv.engine.cached import cached_property
 from seqkv.engine.layout import block_starts
 
 WINDOW = 768  # decoded tokens that a chunk's model is fitted to
@@ -122,7 +122,7 @@ class Model:
         """The decoded blocks that predict a block: none while nothing is decoded."""
         return prediction.sources(block, "layers" if self.fitted else "mean", DEPTH)
 
-    @functools.cached_property
+    @cached_property
     def forward(self) -> list[Any]:
         """Values to coefficients, for each block."""
         return [Diagonal(1 / self.unit[self._columns(b)]) for b in range(len(self.widths))]

@@ -11,7 +11,6 @@ bytes for a quarter less KL.
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from seqkv.engine import importance, quantiser
 from seqkv.engine.arrays import module_of
+from seqkv.engine.cached import cached_property
 from seqkv.engine.errors import CacheError, StreamError
 from seqkv.entropy_coding import CorruptGroup, decode_group, encode_group
 
@@ -280,7 +280,7 @@ class Scale:
 
     places: NDArray[np.int16]
 
-    @functools.cached_property
+    @cached_property
     def order(self) -> NDArray[np.intp]:
         """The coefficients, those of the largest residuals first."""
         return np.argsort(-self.places.astype(np.int32), kind="stable")

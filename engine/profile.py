@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.numpy import save
 
 from seqkv.engine import importance, prediction
 from seqkv.engine.cache import KVCache
+from seqkv.engine.cached import cached_property
 from seqkv.engine.errors import ProfileError
 from seqkv.engine.layout import block_starts, block_widths
 
@@ -102,12 +102,12 @@ class Profile:
         if not all(np.isfinite(a).all() for a in arrays):
             raise ProfileError("profile: it holds NaN or infinity; calibrate again")
 
-    @functools.cached_property
+    @cached_property
     def widths(self) -> tuple[int, ...]:
         """Channels of each block."""
         return block_widths(self.shape)
 
-    @functools.cached_property
+    @cached_property
     def starts(self) -> NDArray[np.int32]:
         """First coefficient of each block, and their number: [B + 1]."""
         return block_starts(self.widths)
@@ -116,13 +116,13 @@ class Profile:
         """The decoded blocks that predict a block."""
         return prediction.sources(block, self.predictor, self.depth)
 
-    @functools.cached_property
+    @cached_property
     def token_map(self) -> NDArray[np.float32]:
         """Rows of the token table to what they add to every block, [rank, sum C_b] float32: one product for all."""
         rank = self.table.shape[1]
         return np.concatenate([w[:rank] for w in self.weights], axis=1).astype(np.float32)
 
-    @functools.cached_property
+    @cached_property
     def maps(self) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
         """For each block, in float32, the weights of the blocks before and the inverse transform."""
         rank, scale = self.table.shape[1], np.exp2(self.exponent.astype(np.float32))
@@ -131,12 +131,12 @@ class Profile:
             for w, inverse, s in zip(self.weights, self.inverse, scale, strict=True)
         ]
 
-    @functools.cached_property
+    @cached_property
     def forward(self) -> list[NDArray[np.float32]]:
         """For each block the transform [C_b, C_b] float32: values to coefficients. Only an encoder needs it."""
         return [np.linalg.inv(inverse.astype(np.float64)).astype(np.float32) for _, inverse in self.maps]
 
-    @functools.cached_property
+    @cached_property
     def fingerprint(self) -> str:
         """32 hexadecimal digits over everything that decoding depends on."""
         state = xxhash.xxh3_128(json.dumps([FORMAT, self.shape, self.predictor, self.depth]).encode())

@@ -7,13 +7,12 @@ here goes into the stream like what is known: where it is wrong, that costs bits
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 from numpy.typing import NDArray
 
 from seqkv.engine import prediction, quantiser
 from seqkv.engine.cache import KVCache, Rope
+from seqkv.engine.cached import cached_property
 from seqkv.engine.errors import ProfileError
 from seqkv.engine.layout import Turns
 from seqkv.engine.probs import TokenProbs
@@ -71,7 +70,7 @@ class Recogniser:
             ids[better], best[better] = start + nearest[better], found[better]
         return ids
 
-    @functools.cached_property
+    @cached_property
     def _table(self) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
         """The mean of layer 0's values [channels]; what makes deviations from it comparable [channels, kept]; of each
         token the expected deviation, made comparable [vocabulary, kept], and half its squared norm."""

@@ -8,7 +8,6 @@ tenant's blobs have other names even where their bytes are the same.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqkv.engine import container
+from seqkv.engine.cached import cached_property
 from seqkv.engine.container import Buffer, Container, Section
 from seqkv.engine.errors import StoreDamaged, StreamError
 from seqkv.engine.form import MAX_DEPTH, Form
@@ -148,7 +148,7 @@ class Stream:
             raise StoreDamaged(f"its parts do not make stream {self.key} again: put the session again")
         return stream
 
-    @functools.cached_property
+    @cached_property
     def record(self) -> bytes:
         """What the index keeps of it."""
         header = {name: getattr(self, name) for name in ("key", "reference", "depth", "profile", "header")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from seqkv.engine import container, host, importance, near, quantiser
 from seqkv.engine.align import Aligner
+from seqkv.engine.cached import cached_property
 from seqkv.engine.container import Buffer, Container, Section
 from seqkv.engine.errors import ProfileError, StreamError, reading
 from seqkv.engine.form import CHUNK, CLASSES, DELTA, MAX_DEPTH, MEANS, NAMES, RUNS, TOKENS, Form, chunk_bounds, chunks
@@ -99,7 +99,7 @@ class Reference:
         """How many of the first tokens are sinks."""
         return importance.sinks(self.form.positions)
 
-    @functools.cached_property
+    @cached_property
     def probs(self) -> TokenProbs:
         return TokenProbs.from_tokens(self.token_ids)
 
