@@ -16,7 +16,7 @@ else:
         """As functools has it; threads that ask at the same time may each compute it."""
 
         def __init__(self, function):
-            self._function, self.__doc__ = function, function.__doc__
+            self.func, self.__doc__ = function, function.__doc__
 
         def __set_name__(self, owner, name):
             self._name = name
@@ -24,5 +24,5 @@ else:
         def __get__(self, instance, owner=None):
             if instance is None:
                 return self
-            value = instance.__dict__[self._name] = self._function(instance)
+            value = instance.__dict__[self._name] = self.func(instance)
             return value
