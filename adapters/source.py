@@ -81,6 +81,20 @@ class ModelSource:
         """The token ids of a text, [tokens], without special tokens."""
         return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
 
+    @cached_property
+    def bos(self) -> NDArray[np.int64]:
+        """The ids that the tokenizer begins every text with, as Gemma's <bos>, [0 or more]."""
+        if self.tokenizer is None:
+            return np.zeros(0, np.int64)
+        ids, plain = (self.tokenizer("a", add_special_tokens=added)["input_ids"] for added in (True, False))
+        count = next((i for i in range(len(ids)) if ids[i : i + len(plain)] == plain), 0)
+        return np.array(ids[:count], np.int64)
+
+    def begin(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`bos` and then these ids, unless they begin with it already: without it, some models predict badly."""
+        count = len(self.bos)
+        return ids if np.array_equal(ids[:count], self.bos) else np.concatenate([self.bos, ids])
+
     def prefill(self, ids: Any) -> tuple[KVCache, TokenProbs, NDArray[np.float32]]:
         """The cache of the first `context` ids, what the model expected of them, and attention received.
 

@@ -141,7 +141,7 @@ class Subject:
     @classmethod
     def read(cls, source: Captures, domain: str, name: str, text: str) -> Subject:
         """UsageError if the text is too short."""
-        ids = source.tokenize(text)[: source.context + source.continuation]
+        ids = source.begin(source.tokenize(text))[: source.context + source.continuation]
         if len(ids) < source.context + source.continuation:
             raise models.UsageError(f"{name}: {len(ids)} tokens are not enough")
         kv, probs, attention = source.prefill(ids)

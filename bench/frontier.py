@@ -125,7 +125,8 @@ class Bench:
         """A calibrated peer: calibrated when one is needed first."""
         if not self._fitted:
             self.report(0.0, "calibrating KVTC and AQUA-KV")
-            sequences = mixture.cut(self.pieces, self.source.tokenize, self.source.context + self.source.continuation)
+            length = self.source.context + self.source.continuation
+            sequences = mixture.cut(self.pieces, self.source.tokenize, length, bos=self.source.bos)
             caches = (self.source.prefill(ids)[0] for _, ids in sequences)
             self._fitted = {(peer.name, peer.setting): peer for peer in peers_fitted.fitted(caches)}
         return self._fitted[name, setting]

@@ -123,7 +123,8 @@ def rows(
         for length in lengths:
             report(i / (len(texts) + 1), f"{text.name}: {length:,} tokens")
             source.context = length
-            session = Session(*source.prefill(ids[lengths[-1] - length : lengths[-1]]))
+            part = ids[lengths[-1] - length : lengths[-1]]
+            session = Session(*source.prefill(source.begin(part)[:length]))
             yield measured(text.name, session, profile, whole=True)
         longest.append(session)
     for count in beyond:

@@ -63,8 +63,8 @@ def documents(source: Any, filler: str, count: int) -> list[Document]:
         for asked in (False, True):
             question = f"\nQuestion: what is the code of {NAMES[order[0]]}?\n" if asked else ""
             end = source.tokenize(question) if asked else np.zeros(0, np.int64)
-            context = _hidden(prose[start:], notes, source.context - len(end), rng)
-            ids = np.concatenate([context, end])
+            context = _hidden(prose[start:], notes, source.context - len(end) - len(source.bos), rng)
+            ids = np.concatenate([source.bos, context, end])
             questions = []
             for place, i in enumerate(order):
                 before, code = source.tokenize(f"\nThe code of {NAMES[i]} is"), source.tokenize(f" {codes[i]}")

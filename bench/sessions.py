@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout is measured without installing it
@@ -67,6 +68,9 @@ class Bench:
         self.profile, self.kl, self.measured = engine.Profile.load(profile), kl, measured
         self.streams: dict[str, bytes] = {}
         self.rows: list[Row] = []
+
+    def tokens(self, text: str) -> NDArray[np.int64]:
+        return self.source.begin(self.source.tokenize(text))
 
     def prefill(self, ids: Any) -> dict[str, Any]:
         """A session: the context of these ids, and what the model truly predicts of the rest."""
@@ -137,16 +141,16 @@ class Bench:
         return stream
 
     def run(self, name: str, text: str, others: list[str]) -> None:
-        ids = self.source.tokenize(text)
+        ids, plain = self.tokens(text), self.source.tokenize(text)
         first = self.prefill(ids[: CONTEXT + CONTINUATION])
         alone = self.encode(first)
         changed, stream = text, alone
         for depth, sentence in enumerate(SENTENCES):
             changed = replaced(changed, 400 + 700 * depth, sentence)
-            session = self.prefill(self.source.tokenize(changed)[: CONTEXT + CONTINUATION])
+            session = self.prefill(self.tokens(changed)[: CONTEXT + CONTINUATION])
             stream = self.compare(name, f"chain {depth + 1}" if depth else "changed", session, stream)
-        document = ids[: 624 + CONTINUATION]
-        before = [self.source.tokenize(other) for other in others]
+        document = plain[: 624 + CONTINUATION]
+        before = [self.tokens(other) for other in others]
         reference = self.encode(self.prefill(np.concatenate([before[0][:300], document])))
         self.compare(name, "offset", self.prefill(np.concatenate([before[1][:400], document])), reference)
         self.compare(name, "again", first, alone)

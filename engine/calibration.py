@@ -33,6 +33,7 @@ class Source(Protocol):
     layers: int
     rope: list[Rope | None]
     vocab: int
+    bos: NDArray[np.int64]
 
     @property
     def fingerprint(self) -> str: ...
@@ -90,7 +91,7 @@ def calibrate(
 
     length = source.context + source.continuation
     texts = mixture.default_pieces() if pieces is None else pieces
-    fitted, checks = _split(mixture.cut(texts, source.tokenize, length))
+    fitted, checks = _split(mixture.cut(texts, source.tokenize, length, bos=source.bos))
     with tempfile.TemporaryDirectory(prefix="seqkv-") as folder:
         observed = _Observations(source, len(fitted), folder)
         for i, (kind, ids) in enumerate(fitted):

@@ -70,6 +70,7 @@ def cut(
     tokenize: Callable[[str], NDArray[np.int64]],
     length: int,
     counts: Mapping[str, int] | None = None,
+    bos: Sequence[int] | NDArray[np.int64] = (),
 ) -> list[tuple[str, NDArray[np.int64]]]:
     """Sequences of `length` tokens as (kind, ids [length] int64), each from texts of one kind, back to back.
 
@@ -77,22 +78,27 @@ def cut(
     tokenize: text -> ids [tokens], without special tokens.
     counts: how many sequences of each kind, fewer if its text is short; evenly spaced over the text. COUNTS if not
         given, twice that if they are SHORT; of a kind that it does not name, its share of all by tokens.
+    bos: ids that each sequence begins with, as the tokenizer has it.
 
     Kinds take turns, so that any number of sequences from the start is a mixture too. The same input gives the same
     sequences. Warns if these hold text of fewer than 20 different pieces, fewer than 20,000 tokens, or repeat
     themselves. CalibrationError if not one sequence can be cut.
     """
     texts = {kind: _joined(list(dict.fromkeys(some)), tokenize) for kind, some in pieces.items()}
+    begin = np.asarray(bos, np.int64)
+    span = length - begin.size
     total = sum(ids.size for ids, _ in texts.values())
     sequences: list[tuple[float, str, NDArray[np.int64]]] = []
     times = 2 if counts is None and length <= SHORT else 1
     touched = 0
     for kind, (ids, piece) in texts.items():
         share = max(1, round(SEQUENCES * ids.size / max(total, 1)))
-        count = min(times * (COUNTS if counts is None else counts).get(kind, share), ids.size // length)
-        starts = np.linspace(0, ids.size - length, count).astype(int) if count > 1 else [0] * count
-        sequences += [((i + 0.5) / count, kind, ids[at : at + length]) for i, at in enumerate(starts)]
-        touched += len(set().union(*(piece[at : at + length].tolist() for at in starts)))
+        count = min(times * (COUNTS if counts is None else counts).get(kind, share), ids.size // span)
+        starts = np.linspace(0, ids.size - span, count).astype(int) if count > 1 else [0] * count
+        sequences += [
+            ((i + 0.5) / count, kind, np.concatenate([begin, ids[at : at + span]])) for i, at in enumerate(starts)
+        ]
+        touched += len(set().union(*(piece[at : at + span].tolist() for at in starts)))
     if not sequences:
         raise CalibrationError(
             f"no text is as long as one sequence of {length} tokens: there are {total} tokens in {len(pieces)} kinds"

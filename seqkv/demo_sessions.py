@@ -107,7 +107,7 @@ def stream_of(store: SessionStore, session: str) -> Buffer:
 
 def measure(source: Any, store: SessionStore, session: Session, streams: Mapping[str, Buffer]) -> Row:
     """Put a session, get it again, and continue from it. streams: those of the sessions that are stored already."""
-    text, follows = source.tokenize(session.text), source.tokenize(session.follows)
+    text, follows = source.begin(source.tokenize(session.text)), source.tokenize(session.follows)
     source.context, source.continuation = len(text), CONTINUATION
     ids = np.concatenate([text, follows])
     subject = evaluate.prepare(source, session.name, ids, prefill_s=0.0)

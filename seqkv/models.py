@@ -47,15 +47,17 @@ def load(name: str, context: int = 1024, continuation: int = 512) -> Any:
 
 
 def read_ids(source: Any, path: str | Path, offset: int = 0, count: int | None = None) -> Any:
-    """`count` token ids of a text file from the `offset`-th on, all that follow if None: [tokens] int64."""
+    """`count` token ids of a text file from the `offset`-th on, all that follow if None, the first of them the model's
+    BOS if it has one: [tokens] int64."""
     try:
         text = Path(path).read_text("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not a text in UTF-8 ({error})") from error
     ids = source.tokenize(text)
-    if ids.size < offset + (count or 1):
+    rest = source.begin(ids[offset:])
+    if ids.size <= offset or rest.size < (count or 1):
         raise UsageError(f"{path}: has {ids.size} tokens, {offset + (count or 1)} are needed")
-    return ids[offset:] if count is None else ids[offset : offset + count]
+    return rest[:count]
 
 
 def continuation(source: Any, ids: Any, kv: KVCache, count: int) -> str:

@@ -75,8 +75,8 @@ def put(args: argparse.Namespace) -> None:
         report(0.0, "loading the model")
         source = models.load(args.model)
         arguments.check_model(profile, source)
-        ids = models.read_ids(source, args.text) if args.prompt is None else source.tokenize(args.prompt)
-        if not len(ids):
+        ids = models.read_ids(source, args.text) if args.prompt is None else source.begin(source.tokenize(args.prompt))
+        if len(ids) == len(source.bos):
             raise UsageError("--prompt has no tokens")
         source.context = len(ids)
         report(0.5, f"prefill of {len(ids):,} tokens")

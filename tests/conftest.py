@@ -57,6 +57,13 @@ class LinearModel:
     def fingerprint(self) -> str:
         return "linear"
 
+    @property
+    def bos(self) -> NDArray[np.int64]:
+        return np.zeros(0, np.int64)
+
+    def begin(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        return ids
+
     def embedding(self) -> NDArray[np.float32]:
         return self.table
 

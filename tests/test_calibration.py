@@ -100,6 +100,15 @@ def test_text_of_one_kind_is_enough(model: Any) -> None:
     assert profile.info["fitted"] and profile.info["checked"]
 
 
+def test_sequences_begin_as_texts_do(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, read = like(model), []
+    monkeypatch.setattr(type(other), "bos", np.array([3, 1]))
+    prefill = other.prefill
+    other.prefill = lambda ids: read.append(ids[:2].tolist()) or prefill(ids)
+    calibrate(other, texts(other))
+    assert read and all(ids == [3, 1] for ids in read)
+
+
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 30.0])
 def test_how_much_predictions_depend_on_the_cache_does_not_matter(scale: float, model: Any) -> None:
     """A cache of large values that are read with small weights, or the other way round; within float16, as it is."""

@@ -77,6 +77,15 @@ def test_cut_takes_text_of_one_kind_spread_evenly() -> None:
 
 
 @poor_text_is_meant
+def test_cut_begins_every_sequence_as_the_tokenizer_has_it() -> None:
+    pieces = {"a": [numbers(100 * n, 100) for n in range(60)], "b": ["x" * 2996]}
+    sequences = cut(pieces, tokenize, 3000, {"a": 5, "b": 1}, bos=[7, 8])
+    assert len(sequences) == 6 and all(len(ids) == 3000 and ids[:2].tolist() == [7, 8] for _, ids in sequences)
+    (whole,) = (ids for kind, ids in sequences if kind == "b")
+    assert "".join(map(chr, whole[2:])) == "x" * 2996 + "\n\n"
+
+
+@poor_text_is_meant
 def test_cut_gives_fewer_where_text_is_short() -> None:
     pieces = {"a": [numbers(100 * n, 100) for n in range(60)], "b": [numbers(0, 1500)], "c": ["short"]}
     found = [kind for kind, _ in cut(pieces, tokenize, 3000, {"a": 5, "b": 5, "c": 5})]

@@ -65,6 +65,23 @@ def test_tokenize_adds_no_special_tokens() -> None:
     assert ids.tolist() == [97, 98, 99] and ids.dtype == np.int64
 
 
+@pytest.mark.parametrize("before, after", [([], []), ([1], []), ([1], [2]), ([1, 5], [])])
+def test_texts_begin_as_the_tokenizer_has_it(before: list[int], after: list[int]) -> None:
+    def tokenizer(text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+        ids = [ord(c) - 32 for c in text]
+        return {"input_ids": before + ids + after if add_special_tokens else ids}
+
+    source = make(llama(), tokenizer)
+    assert source.bos.tolist() == before and source.bos.dtype == np.int64
+    ids = source.begin(source.tokenize("abc"))
+    assert ids.tolist() == [*before, 65, 66, 67] and ids.dtype == np.int64
+    np.testing.assert_array_equal(source.begin(ids), ids)  # a chat's template may have it
+
+
+def test_without_a_tokenizer_nothing_is_put_before_ids() -> None:
+    assert make(llama()).begin(IDS) is IDS
+
+
 def test_prefill_is_what_the_model_computes() -> None:
     model = llama()
     kv, probs, importance = make(model).prefill(IDS)
