@@ -59,8 +59,8 @@ SERVED_KL = 0.005  # nats: blocks are fitted in the closed loop of the step that
 FIRST_STEP = 0.0006  # a guess of that step
 NEAR_BY = quantiser.STEPS_PER_OCTAVE // 2  # a guess that is further off is fitted again
 DEPTH = 2
-CHECKS = 5  # texts that the curve is measured on, and nothing else
-FISHER_TEXTS = 14
+CHECKS = 5  # texts that the curve is measured on, and nothing else; twice as many where they are short
+FISHER_TEXTS = 14  # twice as many where they are short
 CURVE = (0.0032, 0.0011)  # steps that the curve is measured at
 
 
@@ -91,12 +91,13 @@ def calibrate(
 
     length = source.context + source.continuation
     texts = mixture.default_pieces() if pieces is None else pieces
-    fitted, checks = _split(mixture.cut(texts, source.tokenize, length, bos=source.bos))
+    times = 2 if length <= mixture.SHORT else 1  # it is by tokens that a sample gets better
+    fitted, checks = _split(mixture.cut(texts, source.tokenize, length, bos=source.bos), times * CHECKS)
     with tempfile.TemporaryDirectory(prefix="seqkv-") as folder:
         observed = _Observations(source, len(fitted), folder)
         for i, (kind, ids) in enumerate(fitted):
             report(0.55 * i / len(fitted), f"reading {kind}")
-            observed.add(ids, sample=i < FISHER_TEXTS)
+            observed.add(ids, sample=i < times * FISHER_TEXTS)
         index = quantiser.step_index(FIRST_STEP)
         for begin in (0.55, 0.78):  # the second time only if the first step was far off
             fitted_at = index
@@ -117,14 +118,14 @@ def calibrate(
 Sequences = list[tuple[str, NDArray[np.int64]]]
 
 
-def _split(sequences: Sequences) -> tuple[Sequences, Sequences]:
-    """Sequences to fit, and CHECKS or fewer to check with: first the last of each kind that has several."""
+def _split(sequences: Sequences, most: int) -> tuple[Sequences, Sequences]:
+    """Sequences to fit, and `most` or fewer to check with: first the last of each kind that has several."""
     if len(sequences) < 3:
         raise CalibrationError(f"{len(sequences)} sequences can be cut from the text; calibration needs at least 3")
     last = {kind: i for i, (kind, _) in enumerate(sequences)}
     several = [i for kind, i in last.items() if sum(k == kind for k, _ in sequences) > 1]
     others = [i for i in reversed(range(len(sequences))) if i not in several]
-    held = set((several + others)[: min(CHECKS, max(1, len(sequences) // 4))])
+    held = set((several + others)[: min(most, max(1, len(sequences) // 4))])
     return [s for i, s in enumerate(sequences) if i not in held], [sequences[i] for i in sorted(held)]
 
 
@@ -145,6 +146,7 @@ class _Observations:
         self.classes = np.empty((source.layers, self.rows), np.uint8)
         self.attention = np.empty((source.layers, self.rows), np.float32)
         self.energy = importance.EnergyTable(source.layers)
+        self.samples = 0  # texts whose Fisher information is in the sums
         self.fisher: list[NDArray[np.float64]] = []
 
     def add(self, ids: NDArray[np.int64], sample: bool) -> None:
@@ -196,6 +198,7 @@ class _Observations:
                 g = g * np.sqrt(np.minimum(1, np.quantile(norm, CLIP) / np.maximum(norm, 1e-30)))[:, None].astype("f4")
                 self.fisher[2 * layer + side] += (g.T @ g) / len(g)
         self.energy.add(classes, energy)
+        self.samples += 1
 
 
 def _fit(
@@ -206,7 +209,7 @@ def _fit(
     table, regression = _token_table(source, observed, predictor)
     gain_table = quantiser.gain_index(observed.energy.gains())
     weights, bias, sink_bias, inverse, exponent, scale, attention, explained = ([] for _ in range(8))
-    fisher = _usable(observed.fisher, min(FISHER_TEXTS, observed.texts))
+    fisher = _usable(observed.fisher, observed.samples)
     for b, block in enumerate(observed.blocks):
         report(b / len(observed.blocks))
         layer, side = divmod(b, 2)

@@ -100,6 +100,20 @@ def test_text_of_one_kind_is_enough(model: Any) -> None:
     assert profile.info["fitted"] and profile.info["checked"]
 
 
+@pytest.mark.parametrize("context, checks", [(1024, 5), (512, 10)])
+def test_short_texts_are_checked_with_and_sampled_twice_as_often(
+    context: int, checks: int, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = like(model)
+    other.context, other.continuation = context, context // 2
+    fisher, sampled = other.fisher, []
+    monkeypatch.setattr(other, "fisher", lambda ids, kv: sampled.append(1) or fisher(ids, kv))
+    pieces = {f"kind {k}": [other.text(100 * k + i, context * 3 // 2) for i in range(10)] for k in range(4)}
+    profile = calibrate(other, pieces)
+    assert len(profile.info["checked"]) == checks
+    assert len(sampled) == min(14 * checks // 5, len(profile.info["fitted"]))
+
+
 def test_sequences_begin_as_texts_do(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     other, read = like(model), []
     monkeypatch.setattr(type(other), "bos", np.array([3, 1]))
