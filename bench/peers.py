@@ -89,13 +89,18 @@ def min_max(x: Array, bits: int, group: int) -> tuple[Array, int]:
 
 def turboquant(kv: KVCache, bits: int) -> Coded:
     def vectors(x: Array, layer: int) -> tuple[Array, int]:
-        turn, levels = rotation(x.shape[-1]), sphere_levels(x.shape[-1], bits)
-        norm = half(np.linalg.norm(x, axis=-1, keepdims=True))
-        turned = (x / np.maximum(norm, 1e-30)) @ turn
-        nearest = np.searchsorted((levels[1:] + levels[:-1]) / 2, turned)
-        return norm * (levels[nearest] @ turn.T), fixed_width(x.size, bits) + HALF * norm.size
+        return by_direction(x, bits)
 
     return mapped(kv, vectors, vectors)
+
+
+def by_direction(x: Array, bits: int) -> tuple[Array, int]:
+    """Vectors on the last axis: what comes back, and their bytes."""
+    turn, levels = rotation(x.shape[-1]), sphere_levels(x.shape[-1], bits)
+    norm = half(np.linalg.norm(x, axis=-1, keepdims=True))
+    turned = (x / np.maximum(norm, 1e-30)) @ turn
+    nearest = np.searchsorted((levels[1:] + levels[:-1]) / 2, turned)
+    return norm * (levels[nearest] @ turn.T), fixed_width(x.size, bits) + HALF * norm.size
 
 
 @functools.cache

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from bench import peers, peers_fitted
-from seqkv.engine import KVCache, Rope
+from bench import composed, peers, peers_fitted
+from seqkv.engine import KVCache, Profile, Rope
 
 WIDTH, HEADS, TOKENS, LAYERS = 16, 2, 100, 3
 
@@ -48,6 +48,19 @@ def test_turboquant_distorts_unit_vectors_as_its_paper_says(bits: int, distortio
     coded = peers.turboquant(kv, bits)
     assert np.square(coded.kv.keys[0] - x).sum(-1).mean() == pytest.approx(distortion, rel=0.15)
     assert coded.bytes == kv.values_count * bits / 8 + 2 * 4 * 500 * 2
+
+
+@pytest.mark.parametrize("bits", [1, 3, 8])
+def test_turboquant_behind_a_prediction_codes_what_is_left(bits: int, model: Any, profile: Profile) -> None:
+    ids = model.tokenize(model.text(12, 64))
+    kv, _ = model.cache(ids)
+    coded, plain = composed.code(kv, model.probs(ids), profile, bits), peers.turboquant(kv, bits)
+    sinks = 4 * kv.values_count // 64
+    norms = 2 * sum(2 * heads * 60 for heads, _, _ in kv.shape)  # of 60 tokens
+    assert coded.bytes == 4 * 64 + (kv.values_count - sinks) * bits // 8 + 2 * sinks + norms
+    for one, other in zip(kv.keys + kv.values, coded.kv.keys + coded.kv.values, strict=True):
+        np.testing.assert_allclose(one[:, :4], other[:, :4], rtol=2e-3, atol=2e-3)
+    assert error(kv, coded.kv) < 0.8 * error(kv, plain.kv)
 
 
 def test_kivi_groups_keys_by_channel_and_values_by_token() -> None:
