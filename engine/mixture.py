@@ -84,9 +84,11 @@ def cut(
     sequences. Warns if these hold text of fewer than 20 different pieces, fewer than 20,000 tokens, or repeat
     themselves. CalibrationError if not one sequence can be cut.
     """
-    texts = {kind: _joined(list(dict.fromkeys(some)), tokenize) for kind, some in pieces.items()}
     begin = np.asarray(bos, np.int64)
-    span = length - begin.size
+    span = length - begin.size  # tokens of text
+    if span < 1:
+        raise CalibrationError(f"a sequence of {length} tokens holds nothing but the {begin.size} that begin a text")
+    texts = {kind: _joined(list(dict.fromkeys(some)), tokenize) for kind, some in pieces.items()}
     total = sum(ids.size for ids, _ in texts.values())
     sequences: list[tuple[float, str, NDArray[np.int64]]] = []
     times = 2 if counts is None and length <= SHORT else 1

@@ -128,6 +128,8 @@ def test_cut_refuses_text_shorter_than_a_sequence() -> None:
         cut({"text": ["too short"]}, tokenize, 1536)
     with pytest.raises(CalibrationError):
         cut({}, tokenize, 1536)
+    with pytest.raises(CalibrationError, match="nothing but the 2"):
+        cut({"text": ["long enough"]}, tokenize, 2, bos=[1, 2])
 
 
 def test_split() -> None:
