@@ -76,7 +76,7 @@ FULL = Plan(
     documents=8,
 )
 QUICK = Plan(512, 256, ("code",), (0.01, 0.1), (0.01,), ("token",), (0.005, 0.02), fitted=False, documents=1)
-RETRIEVED = (0.0025, 0.007, 0.008, 0.01, 0.02, 0.03)  # requested KL at which codes are looked for
+RETRIEVED = (0.0025, 0.007, 0.008, 0.01, 0.022, 0.03)  # requested KL at which codes are looked for
 RETRIEVED_PEERS = ("TurboQuant", "AQUA-KV")
 LADDER = ("prose", "code", "Chinese", "chat", "JSON")  # domains on whose first text the rungs are measured
 
