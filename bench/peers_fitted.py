@@ -43,10 +43,14 @@ def cache(parts: list[Array], kv: KVCache) -> KVCache:
 
 
 class Observed:
-    """The blocks of all calibration caches but their first tokens, [tokens, channels] float16 each."""
+    """The blocks of all calibration caches but their first tokens, [tokens, channels] float16 each, and how many heads
+    each layer has."""
 
     def __init__(self, caches: Iterable[KVCache]) -> None:
-        rows = [[half(x[SINKS:]).astype(np.float16) for x in blocks(kv)] for kv in caches]
+        rows = []
+        for kv in caches:
+            rows.append([half(x[SINKS:]).astype(np.float16) for x in blocks(kv)])
+            self.heads = [heads for heads, _, _ in kv.shape]
         self.blocks = [np.concatenate(same) for same in zip(*rows, strict=True)]
 
 
@@ -258,9 +262,8 @@ def gaussian_grid(points: int) -> Array:
     return grid
 
 
-def fitted(caches: Iterable[KVCache]) -> list[Peer]:
+def fitted(observed: Observed) -> list[Peer]:
     """KVTC and AQUA-KV, calibrated on these caches."""
-    observed = Observed(caches)
     kvtc, aqua = Kvtc(observed), Aqua(observed)
     found = [Peer("KVTC", f"{rate:g} bits", functools.partial(kvtc.code, rate=rate)) for rate in RATES]
     return found + [Peer("AQUA-KV", f"{bits} bits", functools.partial(aqua.code, bits=bits)) for bits in AQUA_BITS]

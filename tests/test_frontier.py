@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.0")
 
-from bench import captures, composed, domains, frontier, growth, peers, retrieval
+from bench import captures, domains, frontier, growth, peers, retrieval
 from bench import frontier_tables as tables
 from bench.frontier_tables import OURS, Point
 from seqkv.engine import mixture
@@ -149,11 +149,11 @@ def test_quick_measures_everything_once(
     rows = list(csv.DictReader((tmp_path / "out" / "frontier_tiny.csv").open()))
     codecs = {row["codec"] for row in rows}
     assert {"seqkv", "seqkv, no profile", "seqkv, narrow profile", "seqkv, predictor token", "KIVI"} <= codecs
-    assert {"seqkv, lossless", "bfloat16", "TurboQuant", "CacheGen", composed.NAME} <= codecs
+    assert {"seqkv, lossless", "bfloat16", "TurboQuant", "CacheGen"} <= codecs
     assert all(float(row["kl"]) >= 0 and int(row["bytes"]) > 0 for row in rows)
     shown = json.loads((tmp_path / "out" / "frontier_tiny.json").read_text())
     assert shown["evaluated"][0]["files"] == ["asyncio/base_events.py"] and "prose_en" in shown["calibrated"]
-    assert {row["peer"] for row in shown["equal_kl"]} == {"KIVI", "TurboQuant", "CacheGen", composed.NAME}
+    assert {row["peer"] for row in shown["equal_kl"]} == {"KIVI", "TurboQuant", "CacheGen"}
     assert shown["retrieval"][0]["codec"] == "true cache"
 
     def fail(*_: Any, **__: Any) -> None:
