@@ -86,9 +86,9 @@ class ModelSource:
         """The ids that the tokenizer begins every text with, as Gemma's <bos>, [0 or more]."""
         if self.tokenizer is None:
             return np.zeros(0, np.int64)
-        ids, plain = (self.tokenizer("a", add_special_tokens=added)["input_ids"] for added in (True, False))
-        count = next((i for i in range(len(ids)) if ids[i : i + len(plain)] == plain), 0)
-        return np.array(ids[:count], np.int64)
+        ids, plain = (list(self.tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (True, False))
+        places = [i for i in range(len(ids)) if plain and ids[i : i + len(plain)] == plain]
+        return np.array(ids[: max(places, default=0)], np.int64)
 
     def begin(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """`bos` and then these ids, unless they begin with it already: without it, some models predict badly."""

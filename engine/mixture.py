@@ -78,7 +78,8 @@ def cut(
     tokenize: text -> ids [tokens], without special tokens.
     counts: how many sequences of each kind, fewer if its text is short; evenly spaced over the text. COUNTS if not
         given, twice that if they are SHORT; of a kind that it does not name, its share of all by tokens.
-    bos: ids that each sequence begins with, as the tokenizer has it.
+    bos: ids that each sequence begins with, as the tokenizer has it. Texts that begin with them, as chats do, are taken
+        without.
 
     Kinds take turns, so that any number of sequences from the start is a mixture too. The same input gives the same
     sequences. Warns if these hold text of fewer than 20 different pieces, fewer than 20,000 tokens, or repeat
@@ -88,7 +89,7 @@ def cut(
     span = length - begin.size  # tokens of text
     if span < 1:
         raise CalibrationError(f"a sequence of {length} tokens holds nothing but the {begin.size} that begin a text")
-    texts = {kind: _joined(list(dict.fromkeys(some)), tokenize) for kind, some in pieces.items()}
+    texts = {kind: _joined(list(dict.fromkeys(some)), tokenize, begin) for kind, some in pieces.items()}
     total = sum(ids.size for ids, _ in texts.values())
     sequences: list[tuple[float, str, NDArray[np.int64]]] = []
     times = 2 if counts is None and length <= SHORT else 1
@@ -110,11 +111,15 @@ def cut(
 
 
 def _joined(
-    texts: Sequence[str], tokenize: Callable[[str], NDArray[np.int64]]
+    texts: Sequence[str], tokenize: Callable[[str], NDArray[np.int64]], bos: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The tokens of all texts, and for each the number of its text."""
+    """The tokens of all texts, without the `bos` of any, and for each the number of its text."""
     between = tokenize("\n\n")
-    parts = [np.concatenate([tokenize(text), between]) for text in texts]
+    parts = []
+    for text in texts:
+        ids = tokenize(text)
+        begun = bos.size and np.array_equal(ids[: bos.size], bos)
+        parts.append(np.concatenate([ids[bos.size :] if begun else ids, between]))
     owner = np.repeat(np.arange(len(parts)), [part.size for part in parts])
     return np.concatenate([*parts, np.zeros(0, np.int64)]).astype(np.int64), owner
 

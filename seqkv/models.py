@@ -56,7 +56,8 @@ def read_ids(source: Any, path: str | Path, offset: int = 0, count: int | None =
     ids = source.tokenize(text)
     rest = source.begin(ids[offset:])
     if ids.size <= offset or rest.size < (count or 1):
-        raise UsageError(f"{path}: has {ids.size} tokens, {offset + (count or 1)} are needed")
+        needed = offset + max(1, (count or 1) - len(source.bos))
+        raise UsageError(f"{path}: has {ids.size} tokens, {needed} are needed")
     return rest[:count]
 
 

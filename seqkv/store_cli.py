@@ -77,7 +77,7 @@ def put(args: argparse.Namespace) -> None:
         arguments.check_model(profile, source)
         ids = models.read_ids(source, args.text) if args.prompt is None else source.begin(source.tokenize(args.prompt))
         if len(ids) == len(source.bos):
-            raise UsageError("--prompt has no tokens")
+            raise UsageError("the text has no tokens")
         source.context = len(ids)
         report(0.5, f"prefill of {len(ids):,} tokens")
         kv, probs, importance = source.prefill(ids)

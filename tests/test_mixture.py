@@ -86,6 +86,17 @@ def test_cut_begins_every_sequence_as_the_tokenizer_has_it() -> None:
 
 
 @poor_text_is_meant
+def test_cut_does_not_begin_what_is_begun() -> None:
+    """As a chat's template does, which names the token in its text."""
+    plain = [numbers(100 * n, 100) for n in range(60)]
+    chats = {"a": ["\x07" + text for text in plain]}
+    for (_, one), (_, other) in zip(
+        cut(chats, tokenize, 3000, {"a": 5}, bos=[7]), cut({"a": plain}, tokenize, 3000, {"a": 5}, bos=[7]), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+@poor_text_is_meant
 def test_cut_gives_fewer_where_text_is_short() -> None:
     pieces = {"a": [numbers(100 * n, 100) for n in range(60)], "b": [numbers(0, 1500)], "c": ["short"]}
     found = [kind for kind, _ in cut(pieces, tokenize, 3000, {"a": 5, "b": 5, "c": 5})]

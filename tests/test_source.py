@@ -78,6 +78,15 @@ def test_texts_begin_as_the_tokenizer_has_it(before: list[int], after: list[int]
     np.testing.assert_array_equal(source.begin(ids), ids)  # a chat's template may have it
 
 
+@pytest.mark.parametrize("bos", [[0], [97], [97, 5]])
+def test_a_beginning_that_looks_like_the_text(bos: list[int]) -> None:
+    def tokenizer(text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
+        plain = [0 if bos == [0] else ord(c) for c in text]
+        return {"input_ids": np.array(bos * add_special_tokens + plain)}
+
+    assert make(llama(), tokenizer).bos.tolist() == bos
+
+
 def test_without_a_tokenizer_nothing_is_put_before_ids() -> None:
     assert make(llama()).begin(IDS) is IDS
 
