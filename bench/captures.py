@@ -108,9 +108,8 @@ def profile(
     source: Captures, folder: Path, pieces: Mapping[str, Sequence[str]], predictor: str, report: Report
 ) -> Profile:
     """The profile of these texts and this code, calibrated if it is not in the folder."""
-    about = xxhash.xxh3_64_hexdigest(
-        repr((sorted(pieces), predictor, source.context, source.bos.tolist(), digest(*CODEC))).encode()
-    )
+    depends = (sorted(pieces), predictor, source.context, source.bos.tolist(), digest(*CODEC))
+    about = xxhash.xxh3_64_hexdigest(repr(depends).encode())
     path = folder / "profiles" / f"{source.fingerprint}-{about}.safetensors"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -85,9 +85,7 @@ def calibrate(
     if predictor not in prediction.PREDICTORS:
         raise CalibrationError(f"predictor must be one of {', '.join(prediction.PREDICTORS)}, not {predictor!r}")
     if source.context < 2:
-        raise CalibrationError(
-            f"a context of {source.context} token has nothing but a sink: calibration needs 2 or more"
-        )
+        raise CalibrationError(f"a context of {source.context} token is nothing but a sink: at least 2 are needed")
     report = progress or (lambda part, message: None)
 
     def stage(begin: float, message: str) -> Callable[[float], None]:

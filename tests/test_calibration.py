@@ -100,6 +100,13 @@ def test_text_of_one_kind_is_enough(model: Any) -> None:
     assert profile.info["fitted"] and profile.info["checked"]
 
 
+def test_a_context_of_one_token_is_refused(model: Any) -> None:
+    other = like(model)
+    other.context = 1
+    with pytest.raises(CalibrationError, match="at least 2"):
+        calibrate(other, texts(other))
+
+
 @pytest.mark.parametrize("context, checks", [(1024, 5), (512, 10)])
 def test_short_texts_are_checked_with_and_sampled_twice_as_often(
     context: int, checks: int, model: Any, monkeypatch: pytest.MonkeyPatch
