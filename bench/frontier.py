@@ -8,7 +8,7 @@ all caches, and not counted, of any codec). The model then reads on from what co
 predictions from the true cache and those, how much more the text costs it, how often both rank the same token first;
 and bench/retrieval.py.
 
-seqkv is measured with the default profile at eight requested losses, without a profile, and with a profile from texts
+seqkv is measured with the default profile at nine requested losses, without a profile, and with a profile from texts
 without German, Russian, Spanish, JSON and log lines (`seqkv, narrow profile`); the ladder's rungs, each calibrated by
 itself, on a text of each of five domains. What the paper proposes, TurboQuant behind a prediction (bench/composed.py),
 is one of the others.
@@ -68,7 +68,7 @@ FULL = Plan(
     context=1024,
     continuation=512,
     domains=domains.DOMAINS,
-    rates=(0.0005, 0.0012, 0.0025, 0.005, 0.01, 0.025, 0.06, 0.2),
+    rates=(0.0002, 0.0005, 0.0012, 0.0025, 0.005, 0.01, 0.025, 0.06, 0.2),
     free=(0.0025, 0.01, 0.06),
     rungs=prediction.PREDICTORS[:-1],
     ladder=(0.005, 0.02),
