@@ -139,8 +139,8 @@ def run(out: Path, fresh: bool = False) -> None:
                 report(len(found) / steps, f"{path.stem}: continuing from both caches")
                 continued[path.stem] = continue_both(source, subject, profile)
     show(found, prefill_s)
-    print(f"\nWhat the model writes after {CONTEXT:,} tokens, each time its most probable token, from the true cache and at")
-    print("kl=0.01; after one other token all others may differ:")
+    print(f"\nWhat the model writes after {CONTEXT:,} tokens, each time its most probable token")
+    print("(decoded: at kl=0.01; after one other token all that follow may differ):")
     for text, continuations in continued.items():
         print(f"\n{text}")
         for name, written in continuations.items():
