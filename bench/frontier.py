@@ -106,8 +106,6 @@ class Bench:
         about = f"{source.fingerprint}-{source.context}-{source.continuation}"
         self.kept = Kept(folder / "points" / f"{about}.jsonl")
         self.code = {True: captures.digest(*captures.CODEC), False: captures.digest(*_PEERS)}
-        self._fitted: dict[tuple[str, str], peers.Peer] = {}
-        self._composed: composed.Composed | None = None
         self._profiles: dict[str, Profile] = {}
 
     def profile(self, name: str) -> Profile:
@@ -123,16 +121,16 @@ class Bench:
             self._profiles[name] = captures.profile(self.source, self.folder, pieces, rung, report)
         return self._profiles[name]
 
-    def calibrate(self) -> None:
-        """Those peers that need it, when one is needed first."""
-        if self._composed is None:
-            self.report(0.0, "calibrating KVTC, AQUA-KV and the paper's composition")
-            context, length = self.source.context, self.source.context + self.source.continuation
-            sequences = mixture.cut(self.pieces, self.source.tokenize, length, bos=self.source.bos)
-            observed = peers_fitted.Observed(self.source.prefill(ids)[0] for _, ids in sequences)
-            self._fitted = {(peer.name, peer.setting): peer for peer in peers_fitted.fitted(observed)}
-            ids = np.concatenate([ids[peers_fitted.SINKS : context] for _, ids in sequences])
-            self._composed = composed.Composed(observed, ids, self.source.embedding())
+    @functools.cached_property
+    def calibrated(self) -> tuple[dict[tuple[str, str], peers.Peer], composed.Composed]:
+        """The peers that need it, by name and setting, and the paper's composition."""
+        self.report(0.0, "calibrating KVTC, AQUA-KV and the paper's composition")
+        context, length = self.source.context, self.source.context + self.source.continuation
+        sequences = mixture.cut(self.pieces, self.source.tokenize, length, bos=self.source.bos)
+        observed = peers_fitted.Observed(self.source.prefill(ids)[0] for _, ids in sequences)
+        fitted = {(peer.name, peer.setting): peer for peer in peers_fitted.fitted(observed)}
+        ids = np.concatenate([ids[peers_fitted.SINKS : context] for _, ids in sequences])
+        return fitted, composed.Composed(observed, ids, self.source.embedding())
 
     def points(self, subject: Subject, ladder: bool) -> Iterator[Point]:
         """Every codec at every setting on one text. ladder: the rungs as well."""
@@ -157,15 +155,11 @@ class Bench:
         return peers.lossy() + [peers.Peer(*name, code=lambda kv: peers.plain(kv)) for name in names]
 
     def coded(self, peer: peers.Peer, subject: Any) -> peers.Coded:
-        if (peer.name, peer.setting) in peers_fitted.NAMES:
-            self.calibrate()
-            peer = self._fitted[peer.name, peer.setting]
-        return peer.code(subject.kv)
+        name = (peer.name, peer.setting)
+        return (self.calibrated[0][name] if name in peers_fitted.NAMES else peer).code(subject.kv)
 
     def composed(self, subject: Subject, bits: int) -> peers.Coded:
-        self.calibrate()
-        assert self._composed is not None
-        return self._composed.code(subject.kv, subject.probs.token_ids, bits)
+        return self.calibrated[1].code(subject.kv, subject.probs.token_ids, bits)
 
     def ours(self, subject: Any, name: str | None, kl: float) -> peers.Coded:
         """A cache through seqkv. subject: has kv, probs and attention. name: of the profile."""

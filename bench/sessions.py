@@ -141,7 +141,7 @@ class Bench:
         return stream
 
     def run(self, name: str, text: str, others: list[str]) -> None:
-        ids, plain = self.tokens(text), self.source.tokenize(text)
+        ids = self.tokens(text)
         first = self.prefill(ids[: CONTEXT + CONTINUATION])
         alone = self.encode(first)
         changed, stream = text, alone
@@ -149,7 +149,7 @@ class Bench:
             changed = replaced(changed, 400 + 700 * depth, sentence)
             session = self.prefill(self.tokens(changed)[: CONTEXT + CONTINUATION])
             stream = self.compare(name, f"chain {depth + 1}" if depth else "changed", session, stream)
-        document = plain[: 624 + CONTINUATION]
+        document = ids[len(self.source.bos) :][: 624 + CONTINUATION]
         before = [self.tokens(other) for other in others]
         reference = self.encode(self.prefill(np.concatenate([before[0][:300], document])))
         self.compare(name, "offset", self.prefill(np.concatenate([before[1][:400], document])), reference)

@@ -93,7 +93,7 @@ def calibrate(
 
     length = source.context + source.continuation
     texts = mixture.default_pieces() if pieces is None else pieces
-    times = 2 if length <= mixture.SHORT else 1  # it is by tokens that a sample gets better
+    times = mixture.times(length)  # it is by tokens that a sample gets better
     fitted, checks = _split(mixture.cut(texts, source.tokenize, length, bos=source.bos), times * CHECKS)
     with tempfile.TemporaryDirectory(prefix="seqkv-") as folder:
         observed = _Observations(source, len(fitted), folder)

@@ -65,6 +65,11 @@ def split(text: str, size: int = _EXCERPT) -> list[str]:
     return [piece.strip("\n") for piece in pieces if piece.strip()]
 
 
+def times(length: int) -> int:
+    """How many times as many sequences of `length` tokens are taken, of whatever kind: twice where they are SHORT."""
+    return 2 if length <= SHORT else 1
+
+
 def cut(
     pieces: Mapping[str, Sequence[str]],
     tokenize: Callable[[str], NDArray[np.int64]],
@@ -92,11 +97,11 @@ def cut(
     texts = {kind: _joined(list(dict.fromkeys(some)), tokenize, begin) for kind, some in pieces.items()}
     total = sum(ids.size for ids, _ in texts.values())
     sequences: list[tuple[float, str, NDArray[np.int64]]] = []
-    times = 2 if counts is None and length <= SHORT else 1
+    more = times(length) if counts is None else 1
     touched = 0
     for kind, (ids, piece) in texts.items():
         share = max(1, round(SEQUENCES * ids.size / max(total, 1)))
-        count = min(times * (COUNTS if counts is None else counts).get(kind, share), ids.size // span)
+        count = min(more * (COUNTS if counts is None else counts).get(kind, share), ids.size // span)
         starts = np.linspace(0, ids.size - span, count).astype(int) if count > 1 else [0] * count
         sequences += [
             ((i + 0.5) / count, kind, np.concatenate([begin, ids[at : at + span]])) for i, at in enumerate(starts)
@@ -118,7 +123,7 @@ def _joined(
     parts = []
     for text in texts:
         ids = tokenize(text)
-        begun = bos.size and np.array_equal(ids[: bos.size], bos)
+        begun = np.array_equal(ids[: bos.size], bos)
         parts.append(np.concatenate([ids[bos.size :] if begun else ids, between]))
     owner = np.repeat(np.arange(len(parts)), [part.size for part in parts])
     return np.concatenate([*parts, np.zeros(0, np.int64)]).astype(np.int64), owner
